@@ -1,0 +1,109 @@
+// Leaves of primitives.py, written on top of the device layer. Warp functions are called by all 32 lanes of a
+// converged warp with equal arguments, unless they say otherwise.
+#pragma once
+
+// ---------------------------------------------------------------- copies by a warp, any size and alignment
+
+// `units` elements of T from `source` to `address`, both aligned to T, four loads in flight per lane.
+template <typename T> EP_DEVICE void ep_copy_units(uint64_t address, uint64_t source, uint64_t units, int lane) {
+  constexpr int kInFlight = 4;
+  uint64_t i = lane;
+  for (; i + 32 * (kInFlight - 1) < units; i += 32 * kInFlight) {
+    T value[kInFlight];
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) value[j] = ep_load<T>(source + (i + 32 * j) * sizeof(T));
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) ep_store<T>(address + (i + 32 * j) * sizeof(T), value[j]);
+  }
+  for (; i < units; i += 32) ep_store<T>(address + i * sizeof(T), ep_load<T>(source + i * sizeof(T)));
+}
+
+// Copies `bytes` with the widest unit that the two addresses have in common: a head up to the first common boundary and
+// a tail after the last one go byte by byte, so that no byte outside the range is touched.
+EP_DEVICE void ep_copy_warp(uint64_t address, uint64_t source, uint64_t bytes) {
+  const int lane = threadIdx.x & 31;
+  const uint64_t skew = (address ^ source) & 15;
+  const uint64_t unit = skew == 0 ? 16 : (skew & (~skew + 1));
+  uint64_t head = (unit - (address & (unit - 1))) & (unit - 1);
+  if (head > bytes) head = bytes;
+  const uint64_t units = (bytes - head) / unit, body = units * unit, tail = bytes - head - body;
+  if (lane < head) ep_store<uint8_t>(address + lane, ep_load<uint8_t>(source + lane));
+  const uint64_t to = address + head, from = source + head;
+  if (unit == 16) ep_copy_units<uint4>(to, from, units, lane);
+  else if (unit == 8) ep_copy_units<uint64_t>(to, from, units, lane);
+  else if (unit == 4) ep_copy_units<uint32_t>(to, from, units, lane);
+  else if (unit == 2) ep_copy_units<uint16_t>(to, from, units, lane);
+  else ep_copy_units<uint8_t>(to, from, units, lane);
+  if (lane < tail) ep_store<uint8_t>(to + body + lane, ep_load<uint8_t>(from + body + lane));
+}
+
+// ---------------------------------------------------------------- waiting, with a bound
+
+// What a wait that gave up leaves behind, in memory the host reads: word 0 is (epoch << 32 | phase << 16 | peer + 1).
+// The first one to give up is kept; a second one may overwrite it, whole.
+EP_DEVICE void ep_record_timeout(uint64_t status, int phase, int peer, uint64_t epoch) {
+  if (ep_load<uint64_t>(status) == 0)
+    ep_store_release_sys(status, (epoch << 32) | (static_cast<uint64_t>(phase) << 16) | static_cast<uint64_t>(peer + 1));
+}
+
+// Waits until the upper half of the word is `epoch`; returns its lower half, or -1 after `timeout_ns`.
+// An aborted buffer (a non-zero status) makes every later wait fail at once.
+EP_DEVICE int64_t ep_wait_tag(uint64_t address, uint64_t epoch, uint64_t status, int phase, int peer, uint64_t timeout_ns) {
+  uint64_t word = ep_load_acquire_sys(address);
+  if ((word >> 32) == (epoch & 0xffffffffu)) return static_cast<int64_t>(word & 0xffffffffu);
+  const uint64_t start = ep_now_ns();
+  while (true) {
+    word = ep_load_acquire_sys(address);
+    if ((word >> 32) == (epoch & 0xffffffffu)) return static_cast<int64_t>(word & 0xffffffffu);
+    if (ep_now_ns() - start > timeout_ns) {
+      ep_record_timeout(status, phase, peer, epoch);
+      return -1;
+    }
+    ep_pause();
+  }
+}
+
+// ---------------------------------------------------------------- the grid
+
+// Called by one thread of each block, after the block synchronised. True in the block that arrives last; what every block
+// did before its arrival is then visible to it. The counter is back at zero for the next use.
+EP_DEVICE int ep_arrive_last(uint64_t counter, uint32_t num_blocks) {
+  ep_fence_sys();
+  const bool last = ep_atomic_add_acq_rel_gpu(counter, 1) == num_blocks - 1;
+  if (last) ep_store<uint32_t>(counter, 0);
+  return last;
+}
+
+// ---------------------------------------------------------------- barriers of shared memory
+
+EP_DEVICE void ep_mbarrier_wait(const void *barrier, int parity) {
+  const uint32_t address = ep_shared_address(barrier);
+  while (!ep_mbarrier_try_wait(address, parity)) {}
+}
+
+// ---------------------------------------------------------------- typed entry points for call_extern
+EP_DEVICE void ep_put_u8(uint64_t a, uint8_t v) { ep_store<uint8_t>(a, v); }
+EP_DEVICE void ep_put_u16(uint64_t a, uint16_t v) { ep_store<uint16_t>(a, v); }
+EP_DEVICE void ep_put_u32(uint64_t a, uint32_t v) { ep_store<uint32_t>(a, v); }
+EP_DEVICE void ep_put_u64(uint64_t a, uint64_t v) { ep_store<uint64_t>(a, v); }
+EP_DEVICE void ep_put_f32(uint64_t a, float v) { ep_store<float>(a, v); }
+EP_DEVICE uint8_t ep_get_u8(uint64_t a) { return ep_load<uint8_t>(a); }
+EP_DEVICE uint16_t ep_get_u16(uint64_t a) { return ep_load<uint16_t>(a); }
+EP_DEVICE uint32_t ep_get_u32(uint64_t a) { return ep_load<uint32_t>(a); }
+EP_DEVICE uint64_t ep_get_u64(uint64_t a) { return ep_load<uint64_t>(a); }
+EP_DEVICE float ep_get_f32(uint64_t a) { return ep_load<float>(a); }
+// 16 bytes between registers and memory; `local` is a 16-byte aligned local array.
+EP_DEVICE void ep_put_16(uint64_t a, const void *local) { ep_store<uint4>(a, *reinterpret_cast<const uint4 *>(local)); }
+EP_DEVICE void ep_get_16(void *local, uint64_t a) { *reinterpret_cast<uint4 *>(local) = ep_load<uint4>(a); }
+
+EP_DEVICE uint64_t ep_address(const void *pointer) { return reinterpret_cast<uint64_t>(pointer); }
+EP_DEVICE void ep_barrier_init(const void *barrier, int arrivals) { ep_mbarrier_init(ep_shared_address(barrier), arrivals); }
+// One thread: announce `bytes` on the barrier, then fetch them.
+EP_DEVICE void ep_fetch(const void *shared, uint64_t address, int bytes, const void *barrier) {
+  const uint32_t at = ep_shared_address(barrier);
+  ep_mbarrier_arrive_expect(at, bytes);
+  ep_bulk_load(ep_shared_address(shared), address, bytes, at);
+}
+EP_DEVICE void ep_push(uint64_t address, const void *shared, int bytes) {
+  ep_bulk_store(address, ep_shared_address(shared), bytes);
+}
