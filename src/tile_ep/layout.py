@@ -101,3 +101,124 @@ def expanded_starts(counts: list[int], expert_alignment: int) -> list[int]:
     for count in counts:
         starts.append(starts[-1] + align(count, expert_alignment))
     return starts
+
+
+# ---------------------------------------------------------------- symmetric memory: the same offsets on every rank
+
+MAX_BLOCKS = 256
+"""Most blocks of one collective, hence rows of the tally table."""
+
+
+@dataclass(frozen=True)
+class ControlLayout:
+    """Byte offsets of the control block, at the start of a rank's region.
+
+    A *word* is 64 bits, `(epoch << 32) | value`, written by one peer and read by this rank. A row of words holds,
+    from one source rank: the receive slot of that rank (its entry into the collective), its token count for each
+    destination, and its selection count for each expert.
+    """
+
+    num_ranks: int
+    num_experts: int
+
+    epoch: int = 0  # uint64, collectives completed
+    combine_epoch: int = 8  # uint64, epoch of the last combine
+    num_bad: int = 16  # uint32, entries of topk_idx that were out of range, since the host last asked
+    count_arrivals: int = 64  # uint32, grid counters, zero between collectives
+    finish_arrivals: int = 128
+    words: int = 256
+
+    @property
+    def columns(self) -> int:
+        """Tallies of a block: tokens for each destination, then selections for each expert."""
+        return self.num_ranks + self.num_experts
+
+    @property
+    def word_stride(self) -> int:
+        """Bytes from one source's row of words to the next."""
+        return 8 * (1 + self.columns)
+
+    @property
+    def done(self) -> int:
+        """Words: the source has written all its rows of this dispatch."""
+        return align(self.words + self.num_ranks * self.word_stride, ROW_ALIGNMENT)
+
+    @property
+    def ready(self) -> int:
+        """Words: the rank's combine input may be read."""
+        return self.done + 8 * self.num_ranks
+
+    @property
+    def read_done(self) -> int:
+        """Words: the rank has read everything it needs of this rank's combine input."""
+        return self.ready + 8 * self.num_ranks
+
+    @property
+    def tallies(self) -> int:
+        """uint32 `[MAX_BLOCKS, columns]`, private to this rank."""
+        return align(self.read_done + 8 * self.num_ranks, ROW_ALIGNMENT)
+
+    @property
+    def num_bytes(self) -> int:
+        return align(self.tallies + 4 * MAX_BLOCKS * self.columns, ROW_ALIGNMENT)
+
+
+@dataclass(frozen=True)
+class SlotLayout:
+    """Byte offsets inside one receive slot: arrays over rows, each dense, so that outputs are contiguous views."""
+
+    rows: int  # most rows
+    row_bytes: int  # most bytes of a row's data
+    scale_bytes: int  # most bytes of a row's scales
+    num_topk: int
+
+    @property
+    def data(self) -> int:
+        return 0
+
+    @property
+    def scales(self) -> int:
+        return align(self.rows * self.row_bytes, ROW_ALIGNMENT)
+
+    @property
+    def topk_idx(self) -> int:
+        """Up to 8 bytes an entry."""
+        return self.scales + align(self.rows * self.scale_bytes, ROW_ALIGNMENT)
+
+    @property
+    def topk_weights(self) -> int:
+        return self.topk_idx + align(self.rows * self.num_topk * 8, ROW_ALIGNMENT)
+
+    @property
+    def source(self) -> int:
+        """int32 `[rows, 2]`: global source token, global first local selection."""
+        return self.topk_weights + align(self.rows * self.num_topk * 4, ROW_ALIGNMENT)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.source + align(self.rows * 8, ROW_ALIGNMENT)
+
+
+@dataclass(frozen=True)
+class RegionLayout:
+    """A rank's symmetric memory: control block, receive slots, then the combine input with its weights."""
+
+    control: ControlLayout
+    slot: SlotLayout
+    num_slots: int
+
+    @property
+    def slots(self) -> int:
+        return self.control.num_bytes
+
+    @property
+    def combine_rows(self) -> int:
+        return self.slots + self.num_slots * self.slot.num_bytes
+
+    @property
+    def combine_weights(self) -> int:
+        return self.combine_rows + align(self.slot.rows * self.slot.row_bytes, ROW_ALIGNMENT)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.combine_weights + align(self.slot.rows * self.slot.num_topk * 4, ROW_ALIGNMENT)

@@ -39,15 +39,12 @@ EP_DEVICE void ep_copy_warp(uint64_t address, uint64_t source, uint64_t bytes) {
 
 // ---------------------------------------------------------------- waiting, with a bound
 
-// What a wait that gave up leaves behind, in memory the host reads: word 0 is (epoch << 32 | phase << 16 | peer + 1).
-// The first one to give up is kept; a second one may overwrite it, whole.
+// What a wait that gave up leaves behind for the host: a word per peer, (epoch << 32 | phase), written whole.
 EP_DEVICE void ep_record_timeout(uint64_t status, int phase, int peer, uint64_t epoch) {
-  if (ep_load<uint64_t>(status) == 0)
-    ep_store_release_sys(status, (epoch << 32) | (static_cast<uint64_t>(phase) << 16) | static_cast<uint64_t>(peer + 1));
+  ep_store_release_sys(status + 8 * peer, (epoch << 32) | static_cast<uint64_t>(phase));
 }
 
 // Waits until the upper half of the word is `epoch`; returns its lower half, or -1 after `timeout_ns`.
-// An aborted buffer (a non-zero status) makes every later wait fail at once.
 EP_DEVICE int64_t ep_wait_tag(uint64_t address, uint64_t epoch, uint64_t status, int phase, int peer, uint64_t timeout_ns) {
   uint64_t word = ep_load_acquire_sys(address);
   if ((word >> 32) == (epoch & 0xffffffffu)) return static_cast<int64_t>(word & 0xffffffffu);

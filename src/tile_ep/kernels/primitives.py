@@ -1,0 +1,163 @@
+"""The exchange's primitives as TileLang calls; their leaves are in `primitives.cuh` and `device.cuh`.
+
+Addresses are `uint64` expressions in this rank's address space, whoever owns the memory behind them. Whatever
+another block or rank also touches is reached through these calls and never through a `T.Tensor`: the compiler
+may cache, reorder or widen ordinary accesses, and the simulator models only these.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import Any
+
+import tilelang.language as T
+
+Expr = Any
+"""A TIR expression or a Python number."""
+
+PASS_CONFIGS = {
+    "tl.disable_thread_storage_sync": True,  # a block barrier would land inside divergent loops
+    "tl.disable_warp_specialized": True,
+    "tl.disable_tma_lower": True,
+    "tl.disable_loop_unswitching": True,  # splits loops on the thread index and tears warp collectives apart
+    "tl.disable_data_race_check": True,
+    "tl.disable_buffer_init_check": True,  # shared rows are written by the copy engine, which the check cannot see
+    "tl.disable_safe_memory_legalize": True,  # off in the checked mode
+}
+
+_SUFFIX = {"uint8": "u8", "uint16": "u16", "uint32": "u32", "uint64": "u64", "float32": "f32"}
+_UNSIGNED = {"int8": "uint8", "int16": "uint16", "int32": "uint32", "int64": "uint64"}
+
+
+def leaves() -> str:
+    """CUDA text of every leaf, for `T.import_source`."""
+    here = resources.files("tile_ep.kernels")
+    return "\n".join(here.joinpath(name).read_text() for name in ("device.cuh", "primitives.cuh"))
+
+
+def u64(value: Expr) -> Expr:
+    """`value` as an unsigned 64-bit expression."""
+    return T.cast(value, "uint64")
+
+
+def at(base: Expr, index: Expr, stride: int) -> Expr:
+    """Address of element `index` of an array of `stride`-byte elements. No access, hence no bound."""
+    return base + u64(index) * T.uint64(stride)
+
+
+def get(address: Expr, dtype: str) -> Expr:
+    """Weak load of one element."""
+    unsigned = _UNSIGNED.get(dtype, dtype)
+    value = T.call_extern(unsigned, f"ep_get_{_SUFFIX[unsigned]}", address)
+    return value if unsigned == dtype else T.cast(value, dtype)
+
+
+def put(address: Expr, value: Expr, dtype: str) -> Expr:
+    """Weak store of one element."""
+    unsigned = _UNSIGNED.get(dtype, dtype)
+    return T.call_extern("handle", f"ep_put_{_SUFFIX[unsigned]}", address, T.cast(value, unsigned))
+
+
+def get_16(local: Expr, address: Expr) -> Expr:
+    """16 aligned bytes into a local array."""
+    return T.call_extern("handle", "ep_get_16", T.address_of(local), address)
+
+
+def put_16(address: Expr, local: Expr) -> Expr:
+    """16 aligned bytes out of a local array."""
+    return T.call_extern("handle", "ep_put_16", address, T.address_of(local))
+
+
+def copy_warp(address: Expr, source: Expr, num_bytes: Expr) -> Expr:
+    """Copy by a converged warp: any size, any alignment, not a byte more. Both a put and a get."""
+    return T.call_extern("handle", "ep_copy_warp", address, source, u64(num_bytes))
+
+
+def store_release(address: Expr, word: Expr) -> Expr:
+    """64-bit store, after everything this thread did or saw, for every rank."""
+    return T.call_extern("handle", "ep_store_release_sys", address, word)
+
+
+def tagged(epoch: Expr, value: Expr) -> Expr:
+    """The word `(epoch << 32) | value`: a value that says which collective it belongs to."""
+    return (epoch << T.uint64(32)) | u64(value)
+
+
+def wait_tag(address: Expr, epoch: Expr, status: Expr, phase: int, peer: Expr, timeout_ns: Expr) -> Expr:
+    """Wait until the word at `address` carries `epoch`; its value as int64, or -1 after `timeout_ns`.
+
+    The expiry is recorded in `status`, a word per peer. An acquire: what the writer did before its release
+    store may be read afterwards.
+    """
+    return T.call_extern("int64", "ep_wait_tag", address, epoch, status, phase, peer, timeout_ns)
+
+
+def arrive_last(counter: Expr, num_blocks: Expr) -> Expr:
+    """Arrival of a block, by one thread after a block barrier. 1 in the block that completes the grid."""
+    return T.call_extern("int32", "ep_arrive_last", counter, T.cast(num_blocks, "uint32"))
+
+
+def add_relaxed(address: Expr, value: Expr) -> Expr:
+    """Add to a 32-bit counter of this rank, unordered."""
+    return T.call_extern("handle", "ep_atomic_add_relaxed_gpu", address, T.cast(value, "uint32"))
+
+
+def fence() -> Expr:
+    """Orders what this thread did or saw before what it does next, for every rank."""
+    return T.call_extern("handle", "ep_fence_sys")
+
+
+def barrier_init(barrier: Expr, arrivals: int) -> Expr:
+    """One thread initialises a shared-memory barrier; `barrier_init_fence` and a block barrier follow."""
+    return T.call_extern("handle", "ep_barrier_init", T.address_of(barrier), arrivals)
+
+
+def barrier_init_fence() -> Expr:
+    """Makes initialised barriers visible to the copy engine."""
+    return T.call_extern("handle", "ep_mbarrier_init_fence")
+
+
+def barrier_wait(barrier: Expr, parity: Expr) -> Expr:
+    """Wait for the phase of a shared-memory barrier to end. What was fetched on it may be read afterwards."""
+    return T.call_extern("handle", "ep_mbarrier_wait", T.address_of(barrier), T.cast(parity, "int32"))
+
+
+def fetch(shared: Expr, address: Expr, num_bytes: Expr, barrier: Expr) -> Expr:
+    """One thread: bulk load into shared memory, completing on `barrier`. Addresses and size are multiples of 16."""
+    return T.call_extern("handle", "ep_fetch", T.address_of(shared), address, num_bytes, T.address_of(barrier))
+
+
+def push(address: Expr, shared: Expr, num_bytes: Expr) -> Expr:
+    """One thread: bulk store from shared memory, in its current group. Addresses and size are multiples of 16."""
+    return T.call_extern("handle", "ep_push", address, T.address_of(shared), num_bytes)
+
+
+def push_commit() -> Expr:
+    """Close this thread's group of pushes."""
+    return T.call_extern("handle", "ep_bulk_commit")
+
+
+def push_wait_read(groups: int) -> Expr:
+    """Wait until at most `groups` of this thread's latest groups still read shared memory."""
+    return T.call_extern("handle", f"ep_bulk_wait_read<{groups}>")
+
+
+def push_wait_all() -> Expr:
+    """Wait until all of this thread's pushes have been written."""
+    return T.call_extern("handle", "ep_bulk_wait_all")
+
+
+def fence_async_shared() -> Expr:
+    """Orders this thread's accesses of shared memory before later ones of the copy engine."""
+    return T.call_extern("handle", "ep_fence_async_shared")
+
+
+def lanes_below(mask: Expr, lane: Expr) -> Expr:
+    """How many lanes of `mask` are below `lane`."""
+    below = (T.uint32(1) << T.cast(lane, "uint32")) - T.uint32(1)
+    return T.cast(T.popcount(mask & below), "int32")
+
+
+def lanes_above(mask: Expr, lane: Expr) -> Expr:
+    """The lanes of `mask` above `lane`, as a mask. Two shifts: one by 32 is undefined."""
+    return (mask >> T.cast(lane, "uint32")) >> T.uint32(1)
