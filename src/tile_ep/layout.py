@@ -222,3 +222,44 @@ class RegionLayout:
     @property
     def num_bytes(self) -> int:
         return self.combine_weights + align(self.slot.rows * self.slot.num_topk * 4, ROW_ALIGNMENT)
+
+
+# ---------------------------------------------------------------- memory of a buffer, before there is one
+
+BUFFER_GRANULARITY = 2 << 20
+"""Bytes. Symmetric memory is mapped in pages of this size."""
+
+
+def buffer_bytes(
+    num_ranks: int,
+    num_max_tokens_per_rank: int,
+    row_bytes: int,
+    scale_bytes: int,
+    num_topk: int,
+    num_experts: int,
+    expand_factor: float,
+    num_slots: int,
+    expert_alignment: int = 128,
+) -> int:
+    """Symmetric memory of one rank, in bytes: control block, receive slots and combine input.
+
+    Args:
+        row_bytes: most bytes of a row's data, in dispatch and in combine.
+        scale_bytes: most bytes of a row's scales.
+        num_topk: selections per token; 0 leaves out the room that the expanded layout needs beyond the rank layout.
+        num_experts: experts over all ranks; 0 counts one per rank.
+        expert_alignment: largest alignment that expanded dispatches will ask for.
+    """
+    partition = ExpertPartition(max(num_experts, num_ranks), num_ranks)
+    rows = rank_capacity(num_ranks, num_max_tokens_per_rank)
+    if num_topk:
+        rows = max(
+            rows,
+            *(
+                expanded_capacity(partition, rank, num_max_tokens_per_rank, num_topk, expert_alignment, expand_factor)
+                for rank in (0, num_ranks - 1)
+            ),
+        )
+    slot = SlotLayout(rows, align(row_bytes, 16), scale_bytes, num_topk or MAX_TOPK)
+    region = RegionLayout(ControlLayout(num_ranks, partition.num_experts), slot, num_slots)
+    return align(region.num_bytes, BUFFER_GRANULARITY)
