@@ -3,7 +3,6 @@
 // simulator's own device layer takes its place and the rest of the source stays as it is.
 //
 // Addresses are 64-bit integers; `uint32_t` shared-memory addresses are offsets in the shared window.
-#pragma once
 #ifdef TILE_EP_SIM
 #include "sim_device.h"
 #else

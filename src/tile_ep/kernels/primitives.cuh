@@ -1,6 +1,5 @@
 // Leaves of primitives.py, written on top of the device layer. Warp functions are called by all 32 lanes of a
 // converged warp with equal arguments, unless they say otherwise.
-#pragma once
 
 // ---------------------------------------------------------------- copies by a warp, any size and alignment
 
@@ -104,3 +103,8 @@ EP_DEVICE void ep_fetch(const void *shared, uint64_t address, int bytes, const v
 EP_DEVICE void ep_push(uint64_t address, const void *shared, int bytes) {
   ep_bulk_store(address, ep_shared_address(shared), bytes);
 }
+// One element of 2 or 4 bytes between a local array of any type and memory.
+EP_DEVICE void ep_put_2(uint64_t a, const void *local) { ep_store<uint16_t>(a, *reinterpret_cast<const uint16_t *>(local)); }
+EP_DEVICE void ep_get_2(void *local, uint64_t a) { *reinterpret_cast<uint16_t *>(local) = ep_load<uint16_t>(a); }
+EP_DEVICE void ep_put_4(uint64_t a, const void *local) { ep_store<uint32_t>(a, *reinterpret_cast<const uint32_t *>(local)); }
+EP_DEVICE void ep_get_4(void *local, uint64_t a) { *reinterpret_cast<uint32_t *>(local) = ep_load<uint32_t>(a); }

@@ -20,6 +20,7 @@ PASS_CONFIGS = {
     "tl.disable_warp_specialized": True,
     "tl.disable_tma_lower": True,
     "tl.disable_loop_unswitching": True,  # splits loops on the thread index and tears warp collectives apart
+    "tl.if_stmt_binding_inline_replayable_binds": False,  # would compute a value again at every use
     "tl.disable_data_race_check": True,
     "tl.disable_buffer_init_check": True,  # shared rows are written by the copy engine, which the check cannot see
     "tl.disable_safe_memory_legalize": True,  # off in the checked mode
@@ -55,17 +56,17 @@ def get(address: Expr, dtype: str) -> Expr:
 def put(address: Expr, value: Expr, dtype: str) -> Expr:
     """Weak store of one element."""
     unsigned = _UNSIGNED.get(dtype, dtype)
-    return T.call_extern("handle", f"ep_put_{_SUFFIX[unsigned]}", address, T.cast(value, unsigned))
+    return T.call_extern("handle", f"ep_put_{_SUFFIX[unsigned]}", address, T.cast(value, dtype))
 
 
-def get_16(local: Expr, address: Expr) -> Expr:
-    """16 aligned bytes into a local array."""
-    return T.call_extern("handle", "ep_get_16", T.address_of(local), address)
+def get_into(local: Expr, address: Expr, num_bytes: int) -> Expr:
+    """2, 4 or 16 bytes, aligned to their number, into a local array of any type."""
+    return T.call_extern("handle", f"ep_get_{num_bytes}", T.address_of(local), address)
 
 
-def put_16(address: Expr, local: Expr) -> Expr:
-    """16 aligned bytes out of a local array."""
-    return T.call_extern("handle", "ep_put_16", address, T.address_of(local))
+def put_from(address: Expr, local: Expr, num_bytes: int) -> Expr:
+    """2, 4 or 16 bytes, aligned to their number, out of a local array of any type."""
+    return T.call_extern("handle", f"ep_put_{num_bytes}", address, T.address_of(local))
 
 
 def copy_warp(address: Expr, source: Expr, num_bytes: Expr) -> Expr:
@@ -150,6 +151,11 @@ def push_wait_all() -> Expr:
 def fence_async_shared() -> Expr:
     """Orders this thread's accesses of shared memory before later ones of the copy engine."""
     return T.call_extern("handle", "ep_fence_async_shared")
+
+
+def first_lane(mask: Expr) -> Expr:
+    """The lowest lane of a non-empty `mask`."""
+    return T.__ffs(T.cast(mask, "int32")) - 1
 
 
 def lanes_below(mask: Expr, lane: Expr) -> Expr:

@@ -1,0 +1,606 @@
+"""Dispatch, rank layout: one launch that counts, exchanges counts, scatters rows to their final index, finishes.
+
+Data flow of one block on rank `rank` (`d` a destination, `s` a source)::
+
+    topk_idx -> tallies[block, d], row numbers within the warp             1. count
+    tallies  -> words at every peer; words of every peer -> base[warp, d]  2. exchange
+    x        -> shared memory -> slot of d, row base[warp, d] + number     3. scatter
+    done word at every peer; done words of every peer                      4. finish
+
+A cached dispatch takes its rows from the handle and exchanges entry words alone.
+
+Conditions below never read memory that their own body changes: TileLang distributes an `if` over the statements in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import tilelang.language as T
+
+from tile_ep.kernels import primitives as ep
+from tile_ep.layout import MAX_TOPK, ControlLayout, ExpertPartition, ceil_div
+
+PHASE_ENTRY, PHASE_COUNTS, PHASE_DONE = 1, 2, 3
+PHASES = {PHASE_ENTRY: "dispatch entry", PHASE_COUNTS: "dispatch counts", PHASE_DONE: "dispatch rows"}
+
+
+@dataclass(frozen=True)
+class DispatchSpec:
+    """What a dispatch kernel is specialised for. Everything else is a run-time argument."""
+
+    num_ranks: int
+    num_experts: int
+    num_topk: int
+    index_dtype: str  # of topk_idx: int16, int32 or int64
+    data_bytes: int  # of a row
+    scale_bytes: int  # of a row, 0 without scales
+    has_weights: bool
+    has_stats: bool
+    cached: bool
+    fill_tail: bool  # no host synchronisation: mark the rows past the count
+    host_counts: bool  # host synchronisation: tell the host the counts as soon as they are known
+    bulk: bool  # rows go through shared memory by the copy engine; else a warp copies them, any size and alignment
+    num_warps: int
+    chunk_bytes: int = 16  # of a row in shared memory at a time, a multiple of 16
+    depth: int = 2  # chunks a warp holds
+
+    @property
+    def num_chunks(self) -> int:
+        return ceil_div(self.data_bytes, self.chunk_bytes)
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.num_warps
+
+    @property
+    def partition(self) -> ExpertPartition:
+        return ExpertPartition(self.num_experts, self.num_ranks)
+
+    @property
+    def control(self) -> ControlLayout:
+        return ControlLayout(self.num_ranks, self.num_experts)
+
+    @property
+    def index_bytes(self) -> int:
+        return int(self.index_dtype[3:]) // 8
+
+
+def build(spec: DispatchSpec) -> Any:
+    """The kernel of `spec`, a TileLang `PrimFunc`."""
+    R, K, W = spec.num_ranks, spec.num_topk, spec.num_warps
+    stage_shape = (W, spec.depth, spec.chunk_bytes) if spec.bulk else (1, 1, 16)
+
+    @T.prim_func
+    def dispatch(
+        peers: T.Tensor((R,), "uint64"),  # address of every rank's region
+        topk_idx: T.uint64,  # [T, K] index_dtype
+        topk_weights: T.uint64,  # [T, K] fp32
+        x: T.uint64,  # [T, data_bytes]
+        x_scales: T.uint64,  # [T, scale_bytes]
+        rows: T.uint64,  # [T, K] int32: row at the rank of selection k, or -1. Cached: read, else written
+        sources: T.uint64,  # [T, K] int32: rank * capacity + row of each destination in first-named order, -1 after
+        counts: T.uint64,  # int32: psum over ranks [R], psum over experts [E_local], real counts [E_local]
+        src_metadata: T.uint64,  # [capacity, 2] int32, a copy that outlives the slot
+        stats: T.uint64,  # [E_local] int32, added to
+        host: T.uint64,  # words for the host: rows, then selections of each local expert
+        status: T.uint64,  # a word per peer: what a wait that gave up waited for
+        rank: T.int32,
+        num_tokens: T.int32,
+        max_tokens: T.int32,  # T_max; the capacity is R times as much
+        alignment: T.int32,  # of expert counts
+        slot: T.int32,  # this rank's receive slot
+        slots_at: T.int64,  # offset of the slots in a region
+        slot_bytes: T.int64,
+        scales_at: T.int64,  # offsets in a slot
+        idx_at: T.int64,
+        weights_at: T.int64,
+        source_at: T.int64,
+        timeout_ns: T.int64,
+        num_blocks: T.int32,
+    ):
+        with T.Kernel(num_blocks, threads=spec.threads) as block:
+            T.import_source(ep.leaves())
+            stage = T.alloc_shared(stage_shape, "uint8", scope="shared.dyn")
+            bars = T.alloc_shared((W, spec.depth), "uint64", scope="shared")
+            base = T.alloc_shared((W, R), "int32", scope="shared")  # [warp, destination]: see stages 1 and 2
+            totals = T.alloc_shared((R + spec.num_experts,), "int32", scope="shared")
+            count = T.alloc_shared((R, R), "int32", scope="shared")  # [source, destination]
+            peer_slot = T.alloc_shared((R,), "int32", scope="shared")
+            local_count = T.alloc_shared((spec.partition.num_local(0),), "int32", scope="shared")
+            flags = T.alloc_shared((3,), "int32", scope="shared")  # a wait gave up; last to count; last to finish
+
+            tid = T.get_thread_binding()
+            begin = T.alloc_var("int32")
+            end = T.alloc_var("int32")
+            share = T.alloc_var("int32")
+            epoch = T.alloc_var("uint64")
+            own = T.alloc_var("uint64")
+            alive = T.alloc_var("int32")
+            own = peers[rank]
+            epoch = ep.get(own + T.uint64(spec.control.epoch), "uint64") + T.uint64(1)
+            begin = T.cast(T.int64(num_tokens) * block // num_blocks, "int32")
+            end = T.cast(T.int64(num_tokens) * (block + 1) // num_blocks, "int32")
+            share = T.ceildiv(end - begin, W)
+            begin = T.min(begin + tid // 32 * share, end)  # from here on the warp's tokens, not the block's
+            end = T.min(begin + share, end)
+
+            c = SimpleNamespace(
+                peers=peers, topk_idx=topk_idx, topk_weights=topk_weights, x=x, x_scales=x_scales, rows=rows,
+                sources=sources, counts=counts, src_metadata=src_metadata, stats=stats, host=host, status=status,
+                rank=rank, max_tokens=max_tokens, alignment=alignment, slot=slot, slots_at=slots_at,
+                slot_bytes=slot_bytes, scales_at=scales_at, idx_at=idx_at, weights_at=weights_at, source_at=source_at,
+                timeout_ns=ep.u64(timeout_ns), num_blocks=num_blocks, block=block, tid=tid, warp=tid // 32,
+                lane=tid % 32, own=own, epoch=epoch, begin=begin, end=end, stage=stage, bars=bars, base=base,
+                totals=totals, count=count, peer_slot=peer_slot, local_count=local_count, flags=flags,
+                words=own + T.uint64(spec.control.words),
+            )  # fmt: skip
+            _prepare(spec, c)
+            if spec.cached:
+                _send_entry(spec, c)
+            else:
+                _count(spec, c)
+                _send_counts(spec, c)
+            _receive_words(spec, c)
+            alive = T.if_then_else(flags[0] == 0, 1, 0)
+            if alive == 1:
+                if not spec.cached:
+                    _report_counts(spec, c)
+                    _place_rows(spec, c)
+                if spec.fill_tail:
+                    _fill_tail(spec, c)
+                if spec.bulk:
+                    _scatter_bulk(spec, c)
+                else:
+                    _scatter_warp(spec, c)
+                _finish(spec, c)
+
+    return dispatch
+
+
+@T.macro
+def _prepare(s, c):
+    i = T.alloc_var("int32")
+    if c.tid < 3:
+        c.flags[c.tid] = 0
+    if s.bulk:
+        if c.tid == 0:
+            for w in T.serial(s.num_warps):
+                for b in T.serial(s.depth):
+                    ep.barrier_init(c.bars[w, b], 1)
+            ep.barrier_init_fence()
+    i = c.tid
+    while i < s.num_warps * s.num_ranks:
+        c.base[i // s.num_ranks, i % s.num_ranks] = 0
+        i = i + s.threads
+    i = c.tid
+    while i < s.control.columns:
+        c.totals[i] = 0
+        i = i + s.threads
+    T.sync_threads()
+
+
+def rank_of(expert: ep.Expr, partition: ExpertPartition) -> ep.Expr:
+    """`ExpertPartition.rank_of` as an expression."""
+    base, extra = divmod(partition.num_experts, partition.num_ranks)
+    if extra == 0:
+        return expert // base
+    larger = extra * (base + 1)
+    return T.if_then_else(expert < larger, expert // (base + 1), extra + (expert - larger) // base)
+
+
+def first_expert(rank: ep.Expr, partition: ExpertPartition) -> ep.Expr:
+    """`ExpertPartition.first` as an expression."""
+    base, extra = divmod(partition.num_experts, partition.num_ranks)
+    return rank * base + T.min(rank, extra)
+
+
+@T.macro
+def _count(s, c):
+    """1. Count. Afterwards base[warp, d] holds the tokens that earlier warps of this block have for d, rows[t, k] how
+    many of the warp's earlier tokens share the destination of k, and the block's tallies are out; flags[1] is set in the
+    last block to get here, which may read the tallies of all.
+    """
+    R, K = s.num_ranks, s.num_topk
+    group = MAX_TOPK // K  # tokens at a time, a lane for each selection
+    token = T.alloc_var("int32")
+    raw = T.alloc_var("int64")
+    expert = T.alloc_var("int32")
+    dest = T.alloc_var("int32")
+    row = T.alloc_var("int32")
+    i = T.alloc_var("int32")
+    running = T.alloc_var("int32")
+    token = c.begin + c.lane // K
+    while token - c.lane // K < c.end:
+        raw = T.int64(-1)
+        if T.And(c.lane < group * K, token < c.end):
+            raw = T.cast(ep.get(ep.at(c.topk_idx, T.int64(token) * K + c.lane % K, s.index_bytes), s.index_dtype), "int64")
+        expert = T.if_then_else(T.And(raw >= T.int64(0), raw < T.int64(s.num_experts)), T.cast(raw, "int32"), -1)
+        dest = T.if_then_else(expert >= 0, rank_of(expert, s.partition), -1)
+        if T.And(expert < 0, raw != T.int64(-1)):
+            ep.add_relaxed(c.own + T.uint64(s.control.num_bad), 1)
+        # Selections of one token for one destination share a row: the lowest lane among them leads.
+        same = T.match_any_sync(T.if_then_else(dest >= 0, c.lane // K * R + dest, -1 - c.lane))
+        leads = T.And(dest >= 0, ep.lanes_below(same, c.lane) == 0)
+        alike = T.match_any_sync(T.if_then_else(leads, dest, -1 - c.lane))
+        row = -1
+        if leads:
+            row = c.base[c.warp, dest] + ep.lanes_below(alike, c.lane)
+        T.sync_warp()
+        if T.And(leads, ep.lanes_above(alike, c.lane) == T.uint32(0)):
+            c.base[c.warp, dest] = row + 1
+        row = T.shfl_sync(row, ep.first_lane(same))
+        if T.And(c.lane < group * K, token < c.end):
+            ep.put(ep.at(c.rows, T.int64(token) * K + c.lane % K, 4), row, "int32")
+        if expert >= 0:
+            T.atomic_add(c.totals[R + expert], 1)
+        T.sync_warp()
+        token = token + group
+    T.sync_threads()
+    if c.tid < R:
+        running = 0
+        for w in T.serial(s.num_warps):
+            row = c.base[w, c.tid]
+            c.base[w, c.tid] = running
+            running = running + row
+        c.totals[c.tid] = running
+    T.sync_threads()
+    i = c.tid
+    while i < s.control.columns:
+        ep.put(_tally(s, c, c.block, i), c.totals[i], "int32")
+        i = i + s.threads
+    T.sync_threads()
+    if c.tid == 0:
+        c.flags[1] = ep.arrive_last(c.own + T.uint64(s.control.count_arrivals), c.num_blocks)
+    T.sync_threads()
+
+
+def _tally(s: DispatchSpec, c: SimpleNamespace, block: ep.Expr, column: ep.Expr) -> ep.Expr:
+    return ep.at(c.own + T.uint64(s.control.tallies), block * s.control.columns + column, 4)
+
+
+@T.macro
+def _send_counts(s, c):
+    """2a. Exchange, sending: one block sends this rank's totals. A word with the current epoch also says that its sender
+    has entered, and word 0 names the slot that may be written.
+    """
+    R = s.num_ranks
+    i = T.alloc_var("int32")
+    running = T.alloc_var("int32")
+    column = T.alloc_var("int32")
+    to = T.alloc_var("uint64")
+    last = T.alloc_var("int32")
+    last = c.flags[1]
+    if last == 1:
+        i = c.tid
+        while i < s.control.columns:
+            running = 0
+            for b in T.serial(c.num_blocks):
+                running = running + ep.get(_tally(s, c, b, i), "int32")
+            c.totals[i] = running
+            i = i + s.threads
+        T.sync_threads()
+        i = c.tid
+        while i < R * (1 + R):
+            column = i % (1 + R)
+            to = ep.at(c.peers[i // (1 + R)] + T.uint64(s.control.words), c.rank * (1 + s.control.columns) + column, 8)
+            running = c.slot
+            if column > 0:
+                running = c.totals[column - 1]
+            ep.store_release(to, ep.tagged(c.epoch, running))
+            i = i + s.threads
+        i = c.tid
+        while i < s.num_experts:
+            to = ep.at(
+                c.peers[rank_of(i, s.partition)] + T.uint64(s.control.words),
+                c.rank * (1 + s.control.columns) + 1 + R + i, 8,
+            )  # fmt: skip
+            ep.store_release(to, ep.tagged(c.epoch, c.totals[R + i]))
+            i = i + s.threads
+
+
+@T.macro
+def _send_entry(s, c):
+    """2a of a cached dispatch: the rows are known, only the entry and the slot are news."""
+    if T.And(c.block == 0, c.tid < s.num_ranks):
+        ep.store_release(
+            ep.at(c.peers[c.tid] + T.uint64(s.control.words), c.rank * (1 + s.control.columns), 8),
+            ep.tagged(c.epoch, c.slot),
+        )
+
+
+@T.macro
+def _receive_words(s, c):
+    """2b. Exchange, receiving, in every block: afterwards every peer has entered, so its slot may be written."""
+    width = 1 if s.cached else 1 + s.num_ranks
+    i = T.alloc_var("int32")
+    source = T.alloc_var("int32")
+    column = T.alloc_var("int32")
+    got = T.alloc_var("int64")
+    i = c.tid
+    while i < s.num_ranks * width:
+        source = i // width
+        column = i % width
+        got = ep.wait_tag(
+            ep.at(c.words, source * (1 + s.control.columns) + column, 8),
+            c.epoch, c.status, PHASE_ENTRY, source, c.timeout_ns,
+        )  # fmt: skip
+        if got < T.int64(0):
+            c.flags[0] = 1
+        if column == 0:
+            c.peer_slot[source] = T.cast(got, "int32")
+        else:
+            c.count[source, column - 1] = T.cast(got, "int32")
+        i = i + s.threads
+    T.sync_threads()
+
+
+@T.macro
+def _report_counts(s, c):
+    """One block waits for the expert counts and tells the handle, the statistics and the host."""
+    R = s.num_ranks
+    i = T.alloc_var("int32")
+    running = T.alloc_var("int32")
+    num_local = T.alloc_var("int32")
+    got = T.alloc_var("int64")
+    last = T.alloc_var("int32")
+    last = c.flags[1]
+    num_local = first_expert(c.rank + 1, s.partition) - first_expert(c.rank, s.partition)
+    if last == 1:
+        i = c.tid
+        while i < num_local:
+            running = 0
+            for source in T.serial(R):
+                got = ep.wait_tag(
+                    ep.at(
+                        c.words, source * (1 + s.control.columns) + 1 + R + first_expert(c.rank, s.partition) + i, 8
+                    ),
+                    c.epoch, c.status, PHASE_COUNTS, source, c.timeout_ns,
+                )  # fmt: skip
+                running = running + T.cast(got, "int32")
+            c.local_count[i] = running
+            ep.put(ep.at(c.counts, R + num_local + i, 4), running, "int32")
+            if s.host_counts:
+                ep.store_release(ep.at(c.host, 1 + i, 8), ep.tagged(c.epoch, running))
+            if s.has_stats:
+                ep.put(ep.at(c.stats, i, 4), ep.get(ep.at(c.stats, i, 4), "int32") + running, "int32")
+            i = i + s.threads
+        T.sync_threads()
+        if c.tid == 0:
+            running = 0
+            for source in T.serial(R):
+                running = running + c.count[source, c.rank]
+                ep.put(ep.at(c.counts, source, 4), running, "int32")
+            if s.host_counts:
+                ep.store_release(c.host, ep.tagged(c.epoch, running))
+            running = 0
+            for e in T.serial(num_local):
+                running = running + T.ceildiv(c.local_count[e], c.alignment) * c.alignment
+                ep.put(ep.at(c.counts, R + e, 4), running, "int32")
+
+
+@T.macro
+def _place_rows(s, c):
+    """2c. base[warp, d] becomes the final row, at d, of the warp's first token for d: rows of earlier sources come first,
+    then those of earlier blocks, then those of earlier warps.
+    """
+    start = T.alloc_var("int32")
+    if c.tid < s.num_ranks:
+        start = 0
+        for source in T.serial(c.rank):
+            start = start + c.count[source, c.tid]
+        for b in T.serial(c.block):
+            start = start + ep.get(_tally(s, c, b, c.tid), "int32")
+        for w in T.serial(s.num_warps):
+            c.base[w, c.tid] = c.base[w, c.tid] + start
+    T.sync_threads()
+
+
+@T.macro
+def _fill_tail(s, c):
+    """Rows past the count: selects nothing, weighs nothing, finite scales. No peer writes there."""
+    received = T.alloc_var("int32")
+    entry = T.alloc_var("int64")
+    bound = T.alloc_var("int64")
+    to = T.alloc_var("uint64")
+    received = 0
+    if s.cached:
+        received = ep.get(ep.at(c.counts, s.num_ranks - 1, 4), "int32")
+    else:
+        for source in T.serial(s.num_ranks):
+            received = received + c.count[source, c.rank]
+    to = _slot(c, c.own, c.slot)
+    bound = T.int64(c.max_tokens) * s.num_ranks * s.num_topk
+    entry = T.int64(received) * s.num_topk + c.block * s.threads + c.tid
+    while entry < bound:
+        ep.put(ep.at(to + ep.u64(c.idx_at), entry, s.index_bytes), -1, s.index_dtype)
+        if s.has_weights:
+            ep.put(ep.at(to + ep.u64(c.weights_at), entry, 4), T.float32(0), "float32")
+        entry = entry + T.int64(c.num_blocks) * s.threads
+    if s.scale_bytes > 0:
+        bound = T.int64(c.max_tokens) * s.num_ranks * s.scale_bytes
+        entry = T.int64(received) * s.scale_bytes + c.block * s.threads + c.tid
+        while entry < bound:
+            ep.put(to + ep.u64(c.scales_at + entry), 0, "uint8")
+            entry = entry + T.int64(c.num_blocks) * s.threads
+
+
+def _slot(c: SimpleNamespace, region: ep.Expr, slot: ep.Expr) -> ep.Expr:
+    return region + ep.u64(c.slots_at) + ep.u64(slot) * ep.u64(c.slot_bytes)
+
+
+@T.macro
+def _address_token(s, c, token, to):
+    """Sets `to[0]` to the address of the row's data in the lanes that lead a destination, to 0 in the others; writes the
+    plan and everything of the row but its data.
+    """
+    K = s.num_topk
+    raw = T.alloc_var("int64")
+    expert = T.alloc_var("int32")
+    dest = T.alloc_var("int32")
+    row = T.alloc_var("int32")
+    weight = T.alloc_var("float32")
+    mask = T.alloc_var("uint32")
+    region = T.alloc_var("uint64")
+    raw = T.int64(-1)
+    row = -1
+    weight = T.float32(0)
+    if c.lane < K:
+        raw = T.cast(ep.get(ep.at(c.topk_idx, T.int64(token) * K + c.lane, s.index_bytes), s.index_dtype), "int64")
+        row = ep.get(ep.at(c.rows, T.int64(token) * K + c.lane, 4), "int32")
+        if s.has_weights:
+            weight = ep.get(ep.at(c.topk_weights, T.int64(token) * K + c.lane, 4), "float32")
+    expert = T.if_then_else(row >= 0, T.cast(raw, "int32"), -1)
+    dest = T.if_then_else(row >= 0, rank_of(expert, s.partition), -1)
+    same = T.match_any_sync(T.if_then_else(dest >= 0, dest, -1 - c.lane))
+    leads = T.And(dest >= 0, ep.lanes_below(same, c.lane) == 0)
+    mask = T.ballot_sync(leads)
+    region = T.uint64(0)
+    if dest >= 0:
+        region = _slot(c, c.peers[dest], c.peer_slot[dest])
+        if not s.cached:
+            row = row + c.base[c.warp, dest]
+            ep.put(ep.at(c.rows, T.int64(token) * K + c.lane, 4), row, "int32")
+    if not s.cached:
+        if leads:
+            ep.put(
+                ep.at(c.sources, T.int64(token) * K + ep.lanes_below(mask, c.lane), 4),
+                dest * (c.max_tokens * s.num_ranks) + row, "int32",
+            )  # fmt: skip
+        if T.And(c.lane < K, c.lane >= T.cast(T.popcount(mask), "int32")):
+            ep.put(ep.at(c.sources, T.int64(token) * K + c.lane, 4), -1, "int32")
+    to[0] = T.if_then_else(leads, ep.at(region, row, s.data_bytes), T.uint64(0))
+    while mask != T.uint32(0):
+        leader = ep.first_lane(mask)
+        there = T.shfl_sync(region, leader)
+        there_row = T.shfl_sync(row, leader)
+        there_rank = T.shfl_sync(dest, leader)
+        if c.lane < K:
+            ep.put(
+                ep.at(there + ep.u64(c.idx_at), T.int64(there_row) * K + c.lane, s.index_bytes),
+                T.if_then_else(dest == there_rank, expert - first_expert(there_rank, s.partition), -1),
+                s.index_dtype,
+            )
+            if s.has_weights:
+                ep.put(ep.at(there + ep.u64(c.weights_at), T.int64(there_row) * K + c.lane, 4), weight, "float32")
+        if c.lane == 0:
+            ep.put(
+                ep.at(there + ep.u64(c.source_at), there_row, 8),
+                ep.u64(c.rank * c.max_tokens + token) | (ep.u64(c.rank * K + leader) << T.uint64(32)),
+                "uint64",
+            )
+        if s.scale_bytes > 0:
+            ep.copy_warp(
+                ep.at(there + ep.u64(c.scales_at), there_row, s.scale_bytes),
+                ep.at(c.x_scales, token, s.scale_bytes), s.scale_bytes,
+            )  # fmt: skip
+        if not s.bulk:
+            ep.copy_warp(ep.at(there, there_row, s.data_bytes), ep.at(c.x, token, s.data_bytes), s.data_bytes)
+        mask = mask & (mask - T.uint32(1))
+
+
+@T.macro
+def _scatter_warp(s, c):
+    """3. Scatter, by the warp: any row size and alignment."""
+    token = T.alloc_var("int32")
+    to = T.alloc_local((1,), "uint64")
+    token = c.begin
+    while token < c.end:
+        _address_token(s, c, token, to)
+        token = token + 1
+
+
+@T.macro
+def _fetch_chunk(s, c, step):
+    """Chunk `step` of the warp's tokens into the warp's shared memory. By one lane."""
+    part = step % s.num_chunks
+    size = T.if_then_else(part == s.num_chunks - 1, s.data_bytes - (s.num_chunks - 1) * s.chunk_bytes, s.chunk_bytes)
+    ep.fetch(
+        c.stage[c.warp, step % s.depth, 0],
+        ep.at(c.x, c.begin + step // s.num_chunks, s.data_bytes) + ep.u64(part * s.chunk_bytes),
+        size, c.bars[c.warp, step % s.depth],
+    )  # fmt: skip
+
+
+@T.macro
+def _scatter_bulk(s, c):
+    """3. Scatter, by the copy engine: each chunk enters the warp's shared memory once and leaves it once per destination.
+    The memory of a chunk is fetched into again only after every lane's stores have read it.
+    """
+    step = T.alloc_var("int32")
+    steps = T.alloc_var("int32")
+    to = T.alloc_local((1,), "uint64")
+    steps = (c.end - c.begin) * s.num_chunks
+    step = 0
+    if c.lane == 0:
+        while step < T.min(steps, s.depth - 1):
+            _fetch_chunk(s, c, step)
+            step = step + 1
+    T.sync_warp()
+    step = 0
+    while step < steps:
+        ep.push_wait_read(0)
+        T.sync_warp()
+        if T.And(c.lane == 0, step + s.depth - 1 < steps):
+            _fetch_chunk(s, c, step + s.depth - 1)
+        if step % s.num_chunks == 0:
+            _address_token(s, c, c.begin + step // s.num_chunks, to)
+        ep.barrier_wait(c.bars[c.warp, step % s.depth], step // s.depth % 2)
+        if to[0] != T.uint64(0):
+            ep.push(
+                to[0] + ep.u64(step % s.num_chunks * s.chunk_bytes),
+                c.stage[c.warp, step % s.depth, 0],
+                T.if_then_else(
+                    step % s.num_chunks == s.num_chunks - 1,
+                    s.data_bytes - (s.num_chunks - 1) * s.chunk_bytes,
+                    s.chunk_bytes,
+                ),
+            )
+        ep.push_commit()
+        step = step + 1
+
+
+@T.macro
+def _finish(s, c):
+    """4. Finish. Rows are written, then fenced, then counted in; the last block tells every peer and waits for them."""
+    i = T.alloc_var("int32")
+    received = T.alloc_var("int32")
+    last = T.alloc_var("int32")
+    arrived = T.alloc_var("int32")
+    got = T.alloc_var("int64")
+    if s.bulk:
+        ep.push_wait_all()
+    ep.fence()
+    T.sync_threads()
+    if c.tid == 0:
+        c.flags[2] = ep.arrive_last(c.own + T.uint64(s.control.finish_arrivals), c.num_blocks)
+    T.sync_threads()
+    last = c.flags[2]
+    if last == 1:
+        i = c.tid
+        while i < s.num_ranks:
+            ep.store_release(
+                ep.at(c.peers[i] + T.uint64(s.control.done), c.rank, 8), ep.tagged(c.epoch, 0)
+            )
+            got = ep.wait_tag(
+                ep.at(c.own + T.uint64(s.control.done), i, 8), c.epoch, c.status, PHASE_DONE, i, c.timeout_ns
+            )
+            if got < T.int64(0):
+                c.flags[0] = 1
+            i = i + s.threads
+        T.sync_threads()
+        arrived = T.if_then_else(c.flags[0] == 0, 1, 0)
+        if arrived == 1:
+            if not s.cached:
+                received = ep.get(ep.at(c.counts, s.num_ranks - 1, 4), "int32")
+                i = c.tid
+                while i < received:
+                    ep.put(
+                        ep.at(c.src_metadata, i, 8),
+                        ep.get(ep.at(_slot(c, c.own, c.slot) + ep.u64(c.source_at), i, 8), "uint64"), "uint64",
+                    )  # fmt: skip
+                    i = i + s.threads
+            if c.tid == 0:
+                ep.put(c.own + T.uint64(s.control.epoch), c.epoch, "uint64")
