@@ -35,7 +35,7 @@ from tile_ep.errors import (
 )
 from tile_ep.event import EventOverlap
 from tile_ep.handle import EPHandle
-from tile_ep.layout import MAX_TOPK, ExpertPartition, buffer_bytes, ceil_div
+from tile_ep.layout import MAX_TOPK, ExpertPartition, ceil_div, region_layout
 
 Request = TypeVar("Request", DispatchRequest, CombineRequest)
 Result = TypeVar("Result")
@@ -749,7 +749,7 @@ def _make_config(
 
 
 def _size_of(config: BufferConfig, num_ranks: int, num_max_tokens_per_rank: int) -> int:
-    return buffer_bytes(
+    return region_layout(
         num_ranks,
         num_max_tokens_per_rank,
         config.hidden * config.dtype.itemsize,
@@ -758,7 +758,7 @@ def _size_of(config: BufferConfig, num_ranks: int, num_max_tokens_per_rank: int)
         config.num_experts,
         config.expand_factor,
         config.num_slots,
-    )
+    ).allocation
 
 
 def _check_cap(config: BufferConfig, num_ranks: int, max_bytes: int | None) -> None:

@@ -223,6 +223,11 @@ class RegionLayout:
     def num_bytes(self) -> int:
         return self.combine_weights + align(self.slot.rows * self.slot.num_topk * 4, ROW_ALIGNMENT)
 
+    @property
+    def allocation(self) -> int:
+        """What is allocated, in bytes."""
+        return align(self.num_bytes, BUFFER_GRANULARITY)
+
 
 # ---------------------------------------------------------------- memory of a buffer, before there is one
 
@@ -230,7 +235,7 @@ BUFFER_GRANULARITY = 2 << 20
 """Bytes. Symmetric memory is mapped in pages of this size."""
 
 
-def buffer_bytes(
+def region_layout(
     num_ranks: int,
     num_max_tokens_per_rank: int,
     row_bytes: int,
@@ -240,8 +245,8 @@ def buffer_bytes(
     expand_factor: float,
     num_slots: int,
     expert_alignment: int = 128,
-) -> int:
-    """Symmetric memory of one rank, in bytes: control block, receive slots and combine input.
+) -> RegionLayout:
+    """Symmetric memory of one rank: control block, receive slots and combine input.
 
     Args:
         row_bytes: most bytes of a row's data, in dispatch and in combine.
@@ -261,5 +266,4 @@ def buffer_bytes(
             ),
         )
     slot = SlotLayout(rows, align(row_bytes, 16), scale_bytes, num_topk or MAX_TOPK)
-    region = RegionLayout(ControlLayout(num_ranks, partition.num_experts), slot, num_slots)
-    return align(region.num_bytes, BUFFER_GRANULARITY)
+    return RegionLayout(ControlLayout(num_ranks, partition.num_experts), slot, num_slots)
