@@ -29,7 +29,7 @@ MAX_PROCESSES = 28
 
 @dataclass
 class Outcome:
-    """What a rank's call did: returned `value`, or raised an exception of these `kinds` (names, most specific first)."""
+    """What a rank's call did: returned `value`, or raised an exception of these `kinds` (its class first)."""
 
     value: Any = None
     kinds: list[str] = field(default_factory=list)

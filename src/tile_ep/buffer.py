@@ -24,7 +24,8 @@ from tile_ep.backends.base import (
     Payload,
     StreamOptions,
 )
-from tile_ep.backends.collective import CollectiveBackend, is_lost_peer
+from tile_ep.backends.collective import CollectiveBackend
+from tile_ep.backends.collective_wire import is_lost_peer
 from tile_ep.errors import (
     ArgumentError,
     BackendUnavailableError,
@@ -35,13 +36,11 @@ from tile_ep.errors import (
 )
 from tile_ep.event import EventOverlap
 from tile_ep.handle import EPHandle
-from tile_ep.layout import MAX_TOPK, ExpertPartition, ceil_div, region_layout
+from tile_ep.layout import MAX_TOPK, ExpertPartition
 
 Request = TypeVar("Request", DispatchRequest, CombineRequest)
 Result = TypeVar("Result")
 Event = EventOverlap | torch.cuda.Event
-
-_DEFAULT_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -144,13 +143,13 @@ class Buffer:
         device: torch.device | str | None = None,
         max_bytes: int | None = None,
     ) -> None:
-        group = _resolve_group(group)
+        group = settings.resolve_group(group)
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise CaptureError("Buffer: built during CUDA graph capture. Build and warm it up before the capture")
 
         def build() -> tuple[BufferConfig, torch.device, str, int]:
-            where = _resolve_device(group, device)
-            limits = _make_config(
+            where = settings.resolve_device(group, device)
+            limits = settings.make_config(
                 group.size(),
                 num_max_tokens_per_rank=num_max_tokens_per_rank,
                 hidden=hidden,
@@ -161,9 +160,9 @@ class Buffer:
                 expand_factor=expand_factor,
                 num_slots=num_slots,
                 pipeline_depth=pipeline_depth,
-                timeout_s=_group_timeout_s(group, where) if timeout_s is None else timeout_s,
+                timeout_s=settings.group_timeout_s(group, where) if timeout_s is None else timeout_s,
             )
-            _check_cap(limits, group.size(), max_bytes)
+            settings.check_cap(limits, group.size(), max_bytes)
             return limits, where, settings.backend_choice(backend), check.check_int("num_sms", num_sms, 0)
 
         limits, where, choice, sms, name, obstacles = _agree_on_construction(group, build)
@@ -457,8 +456,10 @@ class Buffer:
         Raises:
             ArgumentError: an argument is out of range.
         """
-        num_ranks = check.check_int("group", group, 1) if isinstance(group, int) else _resolve_group(group).size()
-        limits = _make_config(
+        num_ranks = (
+            check.check_int("group", group, 1) if isinstance(group, int) else settings.resolve_group(group).size()
+        )
+        limits = settings.make_config(
             num_ranks,
             num_max_tokens_per_rank=num_max_tokens_per_rank,
             hidden=hidden,
@@ -469,9 +470,9 @@ class Buffer:
             expand_factor=expand_factor,
             num_slots=num_slots,
             pipeline_depth=0,
-            timeout_s=_DEFAULT_TIMEOUT_S,
+            timeout_s=settings.DEFAULT_TIMEOUT_S,
         )
-        return _size_of(limits, num_ranks, limits.num_max_tokens_per_rank)
+        return settings.size_of(limits, num_ranks, limits.num_max_tokens_per_rank)
 
     # ------------------------------------------------------------ inside
 
@@ -666,115 +667,7 @@ def _gather_objects(group: dist.ProcessGroup, mine: object, device: torch.device
     return everyone
 
 
-# ---------------------------------------------------------------- defaults and limits
-
-
-def _resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    if group is None:
-        if not (dist.is_available() and dist.is_initialized()):
-            raise ArgumentError(
-                "group",
-                "None, and no default process group",
-                "a torch.distributed process group",
-                "Call torch.distributed.init_process_group first, or use tile_ep.loopback for one process",
-            )
-        assert dist.group.WORLD is not None
-        return dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        raise ArgumentError(
-            "group", check.describe(group), "a torch.distributed process group that this rank belongs to"
-        )
-    return group
-
-
-def _resolve_device(group: dist.ProcessGroup, device: torch.device | str | None) -> torch.device:
-    """With an index, so that it compares equal to the device of tensors."""
-    if device is None:
-        uses_nccl = "cuda:nccl" in str(dist.get_backend_config(group))
-        device = "cuda" if uses_nccl and torch.cuda.is_available() else "cpu"
-    try:
-        where = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ArgumentError("device", check.describe(device), "a CPU or CUDA device") from error
-    if where.type not in ("cpu", "cuda"):
-        raise ArgumentError("device", where, "a CPU or CUDA device")
-    if where.type == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise BackendUnavailableError(f"device={where}: this PyTorch sees no CUDA device. Use device='cpu'")
-    return torch.device("cuda", torch.cuda.current_device() if where.index is None else where.index)
-
-
-def _group_timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
-    try:
-        timeout = group._get_backend(device).options._timeout
-        return float(timeout.total_seconds())
-    except (AttributeError, RuntimeError):
-        return _DEFAULT_TIMEOUT_S
-
-
-def _make_config(
-    num_ranks: int,
-    *,
-    num_max_tokens_per_rank: int,
-    hidden: int,
-    num_topk: int,
-    num_experts: int,
-    dtype: torch.dtype,
-    max_scale_bytes: int | None,
-    expand_factor: float,
-    num_slots: int,
-    pipeline_depth: int,
-    timeout_s: float,
-) -> BufferConfig:
-    if dtype not in check.ROW_DTYPES:
-        raise ArgumentError("dtype", check.describe(dtype), "torch.bfloat16, torch.float16 or torch.float32")
-    experts = check.check_int("num_experts", num_experts, 0)
-    width = check.check_int("hidden", hidden, 1)
-    default_scales = 4 * ceil_div(width, 128)
-    return BufferConfig(
-        num_max_tokens_per_rank=check.check_int("num_max_tokens_per_rank", num_max_tokens_per_rank, 1),
-        hidden=width,
-        num_topk=check.check_num_topk(num_topk, minimum=0),
-        num_experts=check.check_num_experts(experts, num_ranks) if experts else 0,
-        dtype=dtype,
-        max_scale_bytes=default_scales
-        if max_scale_bytes is None
-        else check.check_int("max_scale_bytes", max_scale_bytes, 0),
-        expand_factor=check.check_positive("expand_factor", expand_factor),
-        num_slots=check.check_int("num_slots", num_slots, 1),
-        timeout_s=check.check_positive("timeout_s", timeout_s),
-        pipeline_depth=check.check_int("pipeline_depth", pipeline_depth, 0),
-    )
-
-
-def _size_of(config: BufferConfig, num_ranks: int, num_max_tokens_per_rank: int) -> int:
-    return region_layout(
-        num_ranks,
-        num_max_tokens_per_rank,
-        config.hidden * config.dtype.itemsize,
-        config.max_scale_bytes,
-        config.num_topk,
-        config.num_experts,
-        config.expand_factor,
-        config.num_slots,
-    ).allocation
-
-
-def _check_cap(config: BufferConfig, num_ranks: int, max_bytes: int | None) -> None:
-    """Refuse sizes beyond the caller's limit, and say how many tokens would fit."""
-    if max_bytes is None:
-        return
-    limit = check.check_int("max_bytes", max_bytes, 1)
-    needed = _size_of(config, num_ranks, config.num_max_tokens_per_rank)
-    if needed <= limit:
-        return
-    fits, too_many = 0, config.num_max_tokens_per_rank
-    while too_many - fits > 1:
-        middle = (fits + too_many) // 2
-        fits, too_many = (middle, too_many) if _size_of(config, num_ranks, middle) <= limit else (fits, middle)
-    hint = f"num_max_tokens_per_rank={fits} fits" if fits else "Not even one token per rank fits"
-    raise ArgumentError("max_bytes", f"{limit} bytes", f"at least {needed} bytes for these sizes", hint)
+# ---------------------------------------------------------------- which backend
 
 
 def _nvlink_obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
