@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tile_ep import validation as check
 from tile_ep.backends.base import BufferConfig
 from tile_ep.errors import ArgumentError, BackendUnavailableError
-from tile_ep.layout import ceil_div
+from tile_ep.layout import ceil_div, region_layout
 
 BACKENDS = ("auto", "collective", "nvlink")
 DEFAULT_TIMEOUT_S = 300.0
@@ -114,6 +114,7 @@ def make_config(
 
 
 def size_of(config: BufferConfig, num_ranks: int, num_max_tokens_per_rank: int) -> int:
+    """Symmetric memory per rank, in bytes, with this many tokens per rank."""
     return region_layout(
         num_ranks,
         num_max_tokens_per_rank,
