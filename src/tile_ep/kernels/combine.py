@@ -20,7 +20,7 @@ import tilelang.language as T
 
 from tile_ep.kernels import primitives as ep
 from tile_ep.kernels.dispatch import rank_of
-from tile_ep.layout import ControlLayout, ExpertPartition, ceil_div
+from tile_ep.layout import ROW_ALIGNMENT, ControlLayout, ExpertPartition, align, ceil_div
 
 PHASE_REUSE, PHASE_READY = 4, 5
 PHASES = {PHASE_REUSE: "combine input reuse", PHASE_READY: "combine input"}
@@ -33,6 +33,7 @@ class CombineSpec:
     num_ranks: int
     num_experts: int
     num_topk: int
+    max_experts: int  # of the buffer, which fixes the control block
     index_dtype: str  # of topk_idx
     dtype: str  # of y, the biases and the output: bfloat16, float16 or float32
     hidden: int  # elements of a row
@@ -70,7 +71,7 @@ class CombineSpec:
 
     @property
     def control(self) -> ControlLayout:
-        return ControlLayout(self.num_ranks, self.num_experts)
+        return ControlLayout(self.num_ranks, self.max_experts)
 
     @property
     def index_bytes(self) -> int:
@@ -90,22 +91,25 @@ class CombineSpec:
 def build(spec: CombineSpec) -> Any:
     """The kernel of `spec`, a TileLang `PrimFunc`."""
     R, W = spec.num_ranks, spec.num_warps
-    stage_shape = (W, spec.depth, spec.chunk_bytes // spec.element_bytes) if spec.bulk else (1, 1, 16)
+    stage_shape = (
+        (W, spec.depth, align(spec.chunk_bytes, ROW_ALIGNMENT) // spec.element_bytes) if spec.bulk else (1, 1, 16)
+    )
 
     @T.prim_func
     def combine(
-        peers: T.Tensor((R,), "uint64"),  # address of every rank's region
-        y: T.uint64,  # [N, hidden], read when staged
-        y_weights: T.uint64,  # [N, K] fp32
-        bias_0: T.uint64,  # [T, hidden]
-        bias_1: T.uint64,
-        topk_idx: T.uint64,  # [T, K] index_dtype
-        rows: T.uint64,  # [T, K] int32, of the handle
-        sources: T.uint64,  # [T, K] int32, of the handle
-        counts: T.uint64,  # int32, of the handle: entry R - 1 is N
-        out: T.uint64,  # [T, hidden]
-        out_weights: T.uint64,  # [T, K] fp32
-        status: T.uint64,  # a word per peer: what a wait that gave up waited for
+        peers: T.Tensor((R,), "uint64"),  # address of every rank's region. All addresses below are int64, since
+        # TileLang launches take no uint64
+        y: T.int64,  # [N, hidden], read when staged
+        y_weights: T.int64,  # [N, K] fp32
+        bias_0: T.int64,  # [T, hidden]
+        bias_1: T.int64,
+        topk_idx: T.int64,  # [T, K] index_dtype
+        rows: T.int64,  # [T, K] int32, of the handle
+        sources: T.int64,  # [T, K] int32, of the handle
+        counts: T.int64,  # int32, of the handle: entry R - 1 is N
+        out: T.int64,  # [T, hidden]
+        out_weights: T.int64,  # [T, K] fp32
+        status: T.int64,  # a word per peer: what a wait that gave up waited for
         rank: T.int32,
         num_tokens: T.int32,
         capacity: T.int32,  # rows of a rank, for reading `sources`
@@ -137,8 +141,8 @@ def build(spec: CombineSpec) -> Any:
             end = T.min(begin + share, end)
 
             c = SimpleNamespace(
-                peers=peers, y=y, y_weights=y_weights, bias_0=bias_0, bias_1=bias_1, topk_idx=topk_idx, rows=rows,
-                sources=sources, counts=counts, out=out, out_weights=out_weights, status=status, rank=rank,
+                peers=peers, y=ep.u64(y), y_weights=ep.u64(y_weights), bias_0=ep.u64(bias_0), bias_1=ep.u64(bias_1), topk_idx=ep.u64(topk_idx), rows=ep.u64(rows),
+                sources=ep.u64(sources), counts=ep.u64(counts), out=ep.u64(out), out_weights=ep.u64(out_weights), status=ep.u64(status), rank=rank,
                 capacity=capacity, rows_at=rows_at, weights_at=weights_at, timeout_ns=ep.u64(timeout_ns),
                 num_blocks=num_blocks, block=block, tid=tid, warp=tid // 32, lane=tid % 32, own=own, epoch=epoch,
                 begin=begin, end=end, stage=stage, bars=bars,
@@ -544,9 +548,7 @@ def _leave(s, c):
     if last == 1:
         i = c.tid
         while i < s.num_ranks:
-            ep.store_release(
-                ep.at(c.peers[i] + T.uint64(s.control.read_done), c.rank, 8), ep.tagged(c.epoch, 0)
-            )
+            ep.store_release(ep.at(c.peers[i] + T.uint64(s.control.read_done), c.rank, 8), ep.tagged(c.epoch, 0))
             i = i + s.threads
         if c.tid == 0:
             ep.put(c.own + T.uint64(s.control.combine_epoch), c.epoch, "uint64")

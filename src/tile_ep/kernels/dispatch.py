@@ -21,7 +21,7 @@ from typing import Any
 import tilelang.language as T
 
 from tile_ep.kernels import primitives as ep
-from tile_ep.layout import MAX_TOPK, ControlLayout, ExpertPartition, ceil_div
+from tile_ep.layout import MAX_TOPK, ROW_ALIGNMENT, ControlLayout, ExpertPartition, align, ceil_div
 
 PHASE_ENTRY, PHASE_COUNTS, PHASE_DONE = 1, 2, 3
 PHASES = {PHASE_ENTRY: "dispatch entry", PHASE_COUNTS: "dispatch counts", PHASE_DONE: "dispatch rows"}
@@ -34,6 +34,7 @@ class DispatchSpec:
     num_ranks: int
     num_experts: int
     num_topk: int
+    max_experts: int  # of the buffer, which fixes the control block
     index_dtype: str  # of topk_idx: int16, int32 or int64
     data_bytes: int  # of a row
     scale_bytes: int  # of a row, 0 without scales
@@ -61,7 +62,12 @@ class DispatchSpec:
 
     @property
     def control(self) -> ControlLayout:
-        return ControlLayout(self.num_ranks, self.num_experts)
+        return ControlLayout(self.num_ranks, self.max_experts)
+
+    @property
+    def columns(self) -> int:
+        """Tallies of a block in use: tokens for each rank, selections for each expert."""
+        return self.num_ranks + self.num_experts
 
     @property
     def index_bytes(self) -> int:
@@ -71,22 +77,23 @@ class DispatchSpec:
 def build(spec: DispatchSpec) -> Any:
     """The kernel of `spec`, a TileLang `PrimFunc`."""
     R, K, W = spec.num_ranks, spec.num_topk, spec.num_warps
-    stage_shape = (W, spec.depth, spec.chunk_bytes) if spec.bulk else (1, 1, 16)
+    stage_shape = (W, spec.depth, align(spec.chunk_bytes, ROW_ALIGNMENT)) if spec.bulk else (1, 1, 16)
 
     @T.prim_func
     def dispatch(
-        peers: T.Tensor((R,), "uint64"),  # address of every rank's region
-        topk_idx: T.uint64,  # [T, K] index_dtype
-        topk_weights: T.uint64,  # [T, K] fp32
-        x: T.uint64,  # [T, data_bytes]
-        x_scales: T.uint64,  # [T, scale_bytes]
-        rows: T.uint64,  # [T, K] int32: row at the rank of selection k, or -1. Cached: read, else written
-        sources: T.uint64,  # [T, K] int32: rank * capacity + row of each destination in first-named order, -1 after
-        counts: T.uint64,  # int32: psum over ranks [R], psum over experts [E_local], real counts [E_local]
-        src_metadata: T.uint64,  # [capacity, 2] int32, a copy that outlives the slot
-        stats: T.uint64,  # [E_local] int32, added to
-        host: T.uint64,  # words for the host: rows, then selections of each local expert
-        status: T.uint64,  # a word per peer: what a wait that gave up waited for
+        peers: T.Tensor((R,), "uint64"),  # address of every rank's region. All addresses below are int64, since
+        # TileLang launches take no uint64
+        topk_idx: T.int64,  # [T, K] index_dtype
+        topk_weights: T.int64,  # [T, K] fp32
+        x: T.int64,  # [T, data_bytes]
+        x_scales: T.int64,  # [T, scale_bytes]
+        rows: T.int64,  # [T, K] int32: row at the rank of selection k, or -1. Cached: read, else written
+        sources: T.int64,  # [T, K] int32: rank * capacity + row of each destination in first-named order, -1 after
+        counts: T.int64,  # int32: psum over ranks [R], psum over experts [E_local], real counts [E_local]
+        src_metadata: T.int64,  # [capacity, 2] int32, a copy that outlives the slot
+        stats: T.int64,  # [E_local] int32, added to
+        host: T.int64,  # words for the host: rows, selections of each local expert, entries out of range since the last time
+        status: T.int64,  # a word per peer: what a wait that gave up waited for
         rank: T.int32,
         num_tokens: T.int32,
         max_tokens: T.int32,  # T_max; the capacity is R times as much
@@ -128,8 +135,8 @@ def build(spec: DispatchSpec) -> Any:
             end = T.min(begin + share, end)
 
             c = SimpleNamespace(
-                peers=peers, topk_idx=topk_idx, topk_weights=topk_weights, x=x, x_scales=x_scales, rows=rows,
-                sources=sources, counts=counts, src_metadata=src_metadata, stats=stats, host=host, status=status,
+                peers=peers, topk_idx=ep.u64(topk_idx), topk_weights=ep.u64(topk_weights), x=ep.u64(x), x_scales=ep.u64(x_scales), rows=ep.u64(rows),
+                sources=ep.u64(sources), counts=ep.u64(counts), src_metadata=ep.u64(src_metadata), stats=ep.u64(stats), host=ep.u64(host), status=ep.u64(status),
                 rank=rank, max_tokens=max_tokens, alignment=alignment, slot=slot, slots_at=slots_at,
                 slot_bytes=slot_bytes, scales_at=scales_at, idx_at=idx_at, weights_at=weights_at, source_at=source_at,
                 timeout_ns=ep.u64(timeout_ns), num_blocks=num_blocks, block=block, tid=tid, warp=tid // 32,
@@ -176,7 +183,7 @@ def _prepare(s, c):
         c.base[i // s.num_ranks, i % s.num_ranks] = 0
         i = i + s.threads
     i = c.tid
-    while i < s.control.columns:
+    while i < s.columns:
         c.totals[i] = 0
         i = i + s.threads
     T.sync_threads()
@@ -216,7 +223,9 @@ def _count(s, c):
     while token - c.lane // K < c.end:
         raw = T.int64(-1)
         if T.And(c.lane < group * K, token < c.end):
-            raw = T.cast(ep.get(ep.at(c.topk_idx, T.int64(token) * K + c.lane % K, s.index_bytes), s.index_dtype), "int64")
+            raw = T.cast(
+                ep.get(ep.at(c.topk_idx, T.int64(token) * K + c.lane % K, s.index_bytes), s.index_dtype), "int64"
+            )
         expert = T.if_then_else(T.And(raw >= T.int64(0), raw < T.int64(s.num_experts)), T.cast(raw, "int32"), -1)
         dest = T.if_then_else(expert >= 0, rank_of(expert, s.partition), -1)
         if T.And(expert < 0, raw != T.int64(-1)):
@@ -248,7 +257,7 @@ def _count(s, c):
         c.totals[c.tid] = running
     T.sync_threads()
     i = c.tid
-    while i < s.control.columns:
+    while i < s.columns:
         ep.put(_tally(s, c, c.block, i), c.totals[i], "int32")
         i = i + s.threads
     T.sync_threads()
@@ -275,7 +284,7 @@ def _send_counts(s, c):
     last = c.flags[1]
     if last == 1:
         i = c.tid
-        while i < s.control.columns:
+        while i < s.columns:
             running = 0
             for b in T.serial(c.num_blocks):
                 running = running + ep.get(_tally(s, c, b, i), "int32")
@@ -379,6 +388,10 @@ def _report_counts(s, c):
             for e in T.serial(num_local):
                 running = running + T.ceildiv(c.local_count[e], c.alignment) * c.alignment
                 ep.put(ep.at(c.counts, R + e, 4), running, "int32")
+            if s.host_counts:
+                running = ep.get(c.own + T.uint64(s.control.num_bad), "int32")
+                ep.put(c.own + T.uint64(s.control.num_bad), 0, "int32")
+                ep.store_release(ep.at(c.host, 1 + num_local, 8), ep.tagged(c.epoch, running))
 
 
 @T.macro
@@ -581,9 +594,7 @@ def _finish(s, c):
     if last == 1:
         i = c.tid
         while i < s.num_ranks:
-            ep.store_release(
-                ep.at(c.peers[i] + T.uint64(s.control.done), c.rank, 8), ep.tagged(c.epoch, 0)
-            )
+            ep.store_release(ep.at(c.peers[i] + T.uint64(s.control.done), c.rank, 8), ep.tagged(c.epoch, 0))
             got = ep.wait_tag(
                 ep.at(c.own + T.uint64(s.control.done), i, 8), c.epoch, c.status, PHASE_DONE, i, c.timeout_ns
             )

@@ -1,0 +1,474 @@
+"""The kernels over peer memory, behind the interface of a backend."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tile_ep.backends.base import (
+    BufferConfig,
+    CombineRequest,
+    CombineResult,
+    DispatchRequest,
+    DispatchResult,
+    Payload,
+)
+from tile_ep.errors import (
+    ArgumentError,
+    DisagreementError,
+    PeerTimeoutError,
+    RoutingError,
+    StaleHandleError,
+)
+from tile_ep.handle import EPHandle
+from tile_ep.kernels import combine as combine_kernel
+from tile_ep.kernels import dispatch as dispatch_kernel
+from tile_ep.kernels.combine import CombineSpec
+from tile_ep.kernels.dispatch import DispatchSpec
+from tile_ep.kernels.launcher import require_tilelang
+from tile_ep.layout import MAX_BLOCKS, ExpertPartition, align, rank_capacity, region_layout
+from tile_ep.worlds.base import World
+
+_PHASES = {**dispatch_kernel.PHASES, **combine_kernel.PHASES}
+_DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+_DEFAULT_MAX_EXPERTS = 1024
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What only these kernels read of a handle."""
+
+    sources: torch.Tensor  # [T, K] int32
+    counts: torch.Tensor  # int32: psum over ranks [R], psum over experts [E_local], real counts [E_local]
+    src_metadata: torch.Tensor  # [rows, 2] int32
+    exact: bool  # the host knows the number of rows
+
+
+class _Handle(EPHandle):
+    """A handle whose source metadata is put together when somebody asks."""
+
+    @property
+    def recv_src_metadata(self) -> torch.Tensor:  # type: ignore[override]
+        source = self.plan.src_metadata[: self.num_recv_tokens]
+        rest = source.new_full((source.shape[0], self.topk_idx.shape[1]), -1)
+        return torch.cat([source, rest], dim=1)
+
+    @recv_src_metadata.setter
+    def recv_src_metadata(self, value: torch.Tensor) -> None:
+        pass
+
+
+class _Slots:
+    """Which receive slots are free. A slot is taken while any tensor over it is alive."""
+
+    def __init__(self, number: int) -> None:
+        self._leases: list[weakref.ref[Any] | None] = [None] * number
+        self._next = 0
+
+    def _is_free(self, slot: int) -> bool:
+        lease = self._leases[slot]
+        return lease is None or lease() is None
+
+    def take(self) -> int:
+        """A free slot, in turn. There is always one: see `may_keep`."""
+        for _ in self._leases:
+            slot = self._next
+            self._next = (self._next + 1) % len(self._leases)
+            if self._is_free(slot):
+                return slot
+        raise AssertionError("every receive slot is leased")
+
+    def may_keep(self, slot: int) -> bool:
+        """Whether another slot stays free for the next dispatch if this one is handed out."""
+        return any(self._is_free(other) for other in range(len(self._leases)) if other != slot)
+
+    def keep(self, slot: int, lease: weakref.ref[Any]) -> None:
+        self._leases[slot] = lease
+
+
+class NvlinkBackend:
+    """Dispatch and combine by the project's kernels, in the rank layout.
+
+    A dispatch lands in a receive slot; what it returns are views of the slot while another slot is free for the next
+    dispatch to land in, and copies where not. So a result is never overwritten while anything refers to it.
+    """
+
+    name = "nvlink"
+
+    def __init__(self, world: World, config: BufferConfig) -> None:
+        require_tilelang()
+        self.world, self.config = world, config
+        self.rank, self.num_ranks, self.device = world.rank, world.num_ranks, world.device
+        self._max_experts = max(config.num_experts or _DEFAULT_MAX_EXPERTS, world.num_ranks)
+        self._layout = region_layout(
+            world.num_ranks,
+            config.num_max_tokens_per_rank,
+            config.hidden * config.dtype.itemsize,
+            config.max_scale_bytes,
+            config.num_topk,
+            self._max_experts,
+            config.expand_factor,
+            config.num_slots,
+        )
+        self.num_bytes = self._layout.allocation
+        world.allocate(self.num_bytes)
+        self._slots = _Slots(config.num_slots)
+        self._status = world.host_words(world.num_ranks)
+        self._host = world.host_words(2 + ExpertPartition(self._max_experts, world.num_ranks).num_local(0))
+        self._status_view, self._host_view = self._status.numpy(), self._host.numpy()
+        self._input: tuple[weakref.ref[EPHandle], weakref.ref[Any]] | None = None
+        self._read_since_combine = True
+        self._destroyed = False
+
+    @classmethod
+    def from_process_group(cls, group: dist.ProcessGroup, config: BufferConfig, device: torch.device) -> NvlinkBackend:
+        """One rank a process, memory from torch symmetric memory. Collective."""
+        from tile_ep.worlds.process_group import ProcessGroupWorld
+
+        return cls(ProcessGroupWorld(group, device), config)
+
+    # ------------------------------------------------------------ dispatch
+
+    def dispatch(self, request: DispatchRequest) -> DispatchResult:
+        """See `Buffer.dispatch`."""
+        if request.do_expand:
+            raise ArgumentError("do_expand", True, "False on the nvlink backend", "Use backend='collective'")
+        self._check_status()
+        world, handle = self.world, request.handle
+        data, scales = request.x if isinstance(request.x, tuple) else (request.x, None)
+        topk_idx = request.topk_idx if handle is None else handle.topk_idx
+        assert topk_idx is not None
+        (num_tokens, num_topk), partition = topk_idx.shape, ExpertPartition(request.num_experts, self.num_ranks)
+        num_local = partition.num_local(self.rank)
+        capacity = rank_capacity(self.num_ranks, request.num_max_tokens_per_rank)
+        num_blocks = self._num_blocks(request.num_sms)
+        on_comm = request.streams.allocate_on_comm_stream
+
+        world.bound_run_ahead(self.config.pipeline_depth)
+        world.begin(request.streams.previous_event)
+        if handle is None:
+            rows = world.empty((num_tokens, num_topk), torch.int32, on_comm)
+            plan = _Plan(
+                sources=world.empty((num_tokens, num_topk), torch.int32, on_comm),
+                counts=world.empty((self.num_ranks + 2 * num_local,), torch.int32, on_comm),
+                src_metadata=world.empty((capacity, 2), torch.int32, on_comm),
+                exact=request.do_cpu_sync,
+            )
+        else:
+            rows, plan = handle.dst_buffer_slot_idx, handle.plan
+        slot = self._slots.take()
+        layout = self._layout.slot
+        spec = self._dispatch_spec(request, data, scales, topk_idx, exact=plan.exact)
+        if request.do_cpu_sync:
+            self._host_view[:] = 0
+        world.launch(
+            spec,
+            num_blocks,
+            {
+                "topk_idx": topk_idx,
+                "topk_weights": request.topk_weights,
+                "x": data,
+                "x_scales": scales,
+                "rows": rows,
+                "sources": plan.sources,
+                "counts": plan.counts,
+                "src_metadata": plan.src_metadata,
+                "stats": request.stats if handle is None else None,
+                "host": self._host,
+                "status": self._status,
+                "rank": self.rank,
+                "num_tokens": num_tokens,
+                "max_tokens": request.num_max_tokens_per_rank,
+                "alignment": request.expert_alignment,
+                "slot": slot,
+                "slots_at": self._layout.slots,
+                "slot_bytes": layout.num_bytes,
+                "scales_at": layout.scales,
+                "idx_at": layout.topk_idx,
+                "weights_at": layout.topk_weights,
+                "source_at": layout.source,
+                "timeout_ns": self._timeout_ns,
+                "num_blocks": num_blocks,
+            },
+        )
+        self._read_since_combine = True
+        num_rows, expert_counts = capacity, []
+        if handle is not None:
+            num_rows = handle.num_recv_tokens
+            if request.stats is not None:
+                with world.on_comm_stream():
+                    request.stats.add_(plan.counts[self.num_ranks + num_local :])
+        elif request.do_cpu_sync:
+            num_rows, expert_counts = self._wait_host_counts(num_local, request.num_experts)
+
+        received = self._received(slot, request, data, scales, topk_idx, num_rows)
+        inputs = (data, topk_idx, rows, plan.sources, plan.counts)
+        event = world.end(
+            request.streams.async_with_compute_stream,
+            (*inputs, *(part for part in (scales, request.topk_weights, request.stats) if part is not None)),
+        )
+        if handle is None:
+            ranks, experts = self.num_ranks, self.num_ranks + num_local
+            handle = _Handle(
+                do_expand=False,
+                num_experts=request.num_experts,
+                expert_alignment=request.expert_alignment,
+                num_max_tokens_per_rank=request.num_max_tokens_per_rank,
+                num_sms=num_blocks,
+                topk_idx=topk_idx.clone() if request.do_handle_copy else topk_idx,
+                num_recv_tokens=num_rows,
+                num_expanded_tokens=0,
+                num_recv_tokens_per_expert_list=[align(n, request.expert_alignment) for n in expert_counts],
+                psum_num_recv_tokens_per_scaleup_rank=plan.counts[:ranks],
+                psum_num_recv_tokens_per_expert=plan.counts[ranks:experts],
+                num_unaligned_recv_tokens_per_expert=plan.counts[experts:],
+                recv_src_metadata=plan.src_metadata,
+                dst_buffer_slot_idx=rows,
+                dst_expanded_idx=None,
+                num_rows_needed=None,
+                rank=self.rank,
+                num_ranks=self.num_ranks,
+                plan=plan,
+            )
+        recv_x, recv_topk_idx, recv_topk_weights = received
+        return DispatchResult(recv_x, recv_topk_idx, recv_topk_weights, handle, event)
+
+    def _dispatch_spec(
+        self,
+        request: DispatchRequest,
+        data: torch.Tensor,
+        scales: torch.Tensor | None,
+        topk_idx: torch.Tensor,
+        exact: bool,
+    ) -> DispatchSpec:
+        cached = request.handle is not None
+        data_bytes = data.shape[1] * data.element_size()
+        shape = self.world.tuning.dispatch_shape(data_bytes)
+        return DispatchSpec(
+            num_ranks=self.num_ranks,
+            num_experts=request.num_experts,
+            num_topk=topk_idx.shape[1],
+            max_experts=self._max_experts,
+            index_dtype=str(topk_idx.dtype).removeprefix("torch."),
+            data_bytes=data_bytes,
+            scale_bytes=0 if scales is None else scales.shape[1] * scales.element_size(),
+            has_weights=request.topk_weights is not None,
+            has_stats=request.stats is not None and not cached,
+            cached=cached,
+            fill_tail=not exact,
+            host_counts=request.do_cpu_sync,
+            bulk=data_bytes % 16 == 0 and data.data_ptr() % 16 == 0,
+            num_warps=shape.num_warps,
+            chunk_bytes=shape.chunk_bytes,
+            depth=shape.depth,
+        )
+
+    def _received(
+        self,
+        slot: int,
+        request: DispatchRequest,
+        data: torch.Tensor,
+        scales: torch.Tensor | None,
+        topk_idx: torch.Tensor,
+        num_rows: int,
+    ) -> tuple[Payload, torch.Tensor, torch.Tensor | None]:
+        """The received rows, as views of the slot where it may be kept."""
+        layout = self._layout.slot
+        memory, lease = self.world.lease(self._layout.slots + slot * layout.num_bytes, layout.num_bytes)
+
+        def rows(offset: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+            num_bytes = num_rows * width * dtype.itemsize
+            return memory[offset : offset + num_bytes].view(dtype).view(num_rows, width)
+
+        recv_data = rows(layout.data, data.shape[1], data.dtype)
+        recv_scales = None if scales is None else rows(layout.scales, scales.shape[1], scales.dtype)
+        recv_idx = rows(layout.topk_idx, topk_idx.shape[1], topk_idx.dtype)
+        recv_weights = None
+        if request.topk_weights is not None:
+            recv_weights = rows(layout.topk_weights, topk_idx.shape[1], torch.float32)
+        with self.world.on_comm_stream():
+            if recv_scales is not None and request.use_tma_aligned_col_major_sf:
+                recv_scales = _column_major(recv_scales)
+            if self._slots.may_keep(slot):
+                self._slots.keep(slot, lease)
+            else:
+                recv_data, recv_idx = recv_data.clone(), recv_idx.clone()
+                recv_weights = None if recv_weights is None else recv_weights.clone()
+                if recv_scales is not None and not request.use_tma_aligned_col_major_sf:
+                    recv_scales = recv_scales.clone()
+        return (recv_data if recv_scales is None else (recv_data, recv_scales)), recv_idx, recv_weights
+
+    def _wait_host_counts(self, num_local: int, num_experts: int) -> tuple[int, list[int]]:
+        """The number of rows and each local expert's selections, once the kernel has told them."""
+        words = self._host_view[: 2 + num_local]
+        deadline = time.monotonic() + self.config.timeout_s + 60.0
+        while not words.all():
+            self._check_status()
+            if time.monotonic() > deadline:
+                raise PeerTimeoutError(self.rank, "dispatch launch", [], None, self.config.timeout_s)
+            self.world.pause()
+        values = [int(word) & 0xFFFFFFFF for word in words]
+        if values[-1]:
+            self.world.synchronize()
+            raise RoutingError(values[-1], num_experts)
+        return values[0], values[1:-1]
+
+    # ------------------------------------------------------------ combine
+
+    def combine(self, request: CombineRequest) -> CombineResult:
+        """See `Buffer.combine`."""
+        self._check_status()
+        world, handle, x = self.world, request.handle, request.x
+        plan: _Plan = handle.plan
+        num_tokens, num_topk = handle.topk_idx.shape
+        num_blocks = self._num_blocks(request.num_sms)
+        on_comm = request.streams.allocate_on_comm_stream
+        staged = self._must_stage(x, handle)
+
+        world.bound_run_ahead(self.config.pipeline_depth)
+        world.begin(request.streams.previous_event)
+        out = world.empty((num_tokens, x.shape[1]), x.dtype, on_comm)
+        out_weights = None
+        if request.topk_weights is not None:
+            out_weights = world.empty((num_tokens, num_topk), torch.float32, on_comm)
+        row_bytes = x.shape[1] * x.element_size()
+        shape = world.tuning.combine_shape(row_bytes)
+        touched = (out, *request.bias, *((x,) if staged else ()))
+        spec = CombineSpec(
+            num_ranks=self.num_ranks,
+            num_experts=handle.num_experts,
+            num_topk=num_topk,
+            max_experts=self._max_experts,
+            index_dtype=str(handle.topk_idx.dtype).removeprefix("torch."),
+            dtype=_DTYPE_NAMES[x.dtype],
+            hidden=x.shape[1],
+            num_bias=len(request.bias),
+            has_weights=out_weights is not None,
+            staged=staged,
+            bulk=row_bytes % 16 == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in touched),
+            num_warps=shape.num_warps,
+            chunk_bytes=shape.chunk_bytes,
+            depth=shape.depth,
+        )
+        bias = (*request.bias, None, None)[:2]
+        world.launch(
+            spec,
+            num_blocks,
+            {
+                "y": x,
+                "y_weights": request.topk_weights,
+                "bias_0": bias[0],
+                "bias_1": bias[1],
+                "topk_idx": handle.topk_idx,
+                "rows": handle.dst_buffer_slot_idx,
+                "sources": plan.sources,
+                "counts": plan.counts,
+                "out": out,
+                "out_weights": out_weights,
+                "status": self._status,
+                "rank": self.rank,
+                "num_tokens": num_tokens,
+                "capacity": rank_capacity(self.num_ranks, handle.num_max_tokens_per_rank),
+                "rows_at": self._layout.combine_rows,
+                "weights_at": self._layout.combine_weights,
+                "timeout_ns": self._timeout_ns,
+                "num_blocks": num_blocks,
+            },
+        )
+        self._read_since_combine = False
+        self._input = None
+        inputs = (x, handle.topk_idx, handle.dst_buffer_slot_idx, plan.sources, plan.counts, *request.bias)
+        extra = () if request.topk_weights is None else (request.topk_weights,)
+        event = world.end(request.streams.async_with_compute_stream, (*inputs, *extra))
+        return CombineResult(out, out_weights, event)
+
+    def combine_input(self, handle: EPHandle, dtype: torch.dtype) -> torch.Tensor:
+        """`[N, hidden]`: this rank's combine rows themselves. The latest handle it was asked for owns them."""
+        self._check_status()
+        if not self._read_since_combine:
+            # Peers may still be reading what the last combine left here. Any dispatch since would have shown that
+            # they are done; without one, ask.
+            self.barrier()
+            self._read_since_combine = True
+        num_bytes = handle.num_recv_tokens * self.config.hidden * dtype.itemsize
+        memory, lease = self.world.lease(self._layout.combine_rows, num_bytes)
+        self._input = weakref.ref(handle), lease
+        return memory.view(dtype).view(handle.num_recv_tokens, self.config.hidden)
+
+    def _must_stage(self, x: torch.Tensor, handle: EPHandle) -> bool:
+        """Whether `x` has to be copied into the combine rows.
+
+        Raises:
+            StaleHandleError: `x` lies in the combine rows, which have since been handed out for another handle.
+        """
+        start = self.world.base + self._layout.combine_rows
+        if not start <= x.data_ptr() < start + self._layout.slot.rows * self._layout.slot.row_bytes:
+            return True
+        owner = None if self._input is None else self._input[0]()
+        if owner is not handle or x.data_ptr() != start:
+            raise StaleHandleError(
+                "x: a view of the combine input that was handed out for another handle or already combined. "
+                "Call combine_input(handle) again and write the rows into what it returns"
+            )
+        return False
+
+    # ------------------------------------------------------------ the rest
+
+    def barrier(self) -> None:
+        """Every rank has come, and everything enqueued before has been done. Collective."""
+        self.world.synchronize()
+        self._check_status()
+        self.world.gather(None)
+
+    def agree(self, values: dict[str, object]) -> None:
+        """Raise `DisagreementError` on every rank if the ranks gave different values for a name. Collective."""
+        said = self.world.gather(values)
+        for name in dict.fromkeys(name for one in said for name in one):
+            column = [one.get(name) for one in said]
+            if any(value != column[0] for value in column):
+                raise DisagreementError(name, column)
+
+    def reset(self) -> None:
+        """After a `PeerTimeoutError`: every rank stops, clears its flags and starts counting anew. Collective."""
+        self.world.synchronize()
+        self.world.gather(None)
+        self._status_view[:] = 0
+        self.world.zero(0, self._layout.control.num_bytes)
+        self._read_since_combine = True
+        self.world.gather(None)
+
+    def destroy(self) -> None:
+        """Give the memory back. Local, idempotent."""
+        if not self._destroyed:
+            self._destroyed = True
+            self.world.destroy()
+
+    @property
+    def _timeout_ns(self) -> int:
+        return int(self.config.timeout_s * 1e9)
+
+    def _num_blocks(self, num_sms: int) -> int:
+        most = min(self.world.max_blocks, MAX_BLOCKS)
+        if num_sms > most:
+            raise ArgumentError("num_sms", num_sms, f"at most {most} for each of the ranks on this device")
+        return num_sms or min(self.world.tuning.default_sms, most)
+
+    def _check_status(self) -> None:
+        """Raise what a kernel's expired wait has left behind."""
+        if self._status_view.any():
+            peers = [peer for peer, word in enumerate(self._status_view) if word]
+            word = int(self._status_view[peers[0]])
+            phase = _PHASES.get(word & 0xFFFFFFFF, "unknown")
+            raise PeerTimeoutError(self.rank, phase, peers, (word >> 32) & 0xFFFFFFFF, self.config.timeout_s)
+
+
+def _column_major(scales: torch.Tensor) -> torch.Tensor:
+    """The same values with stride `(1, rows rounded up to 16 bytes)`."""
+    rows, width = scales.shape
+    padded = scales.new_empty((width, align(max(rows, 1), 16 // scales.element_size())))
+    return padded[:, :rows].copy_(scales.t()).t()

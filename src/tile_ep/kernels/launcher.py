@@ -1,0 +1,121 @@
+"""From a kernel's specification to something that can be launched, compiled once per specification."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from tile_ep.errors import BackendUnavailableError
+from tile_ep.kernels.combine import CombineSpec
+from tile_ep.kernels.combine import build as build_combine
+from tile_ep.kernels.dispatch import DispatchSpec
+from tile_ep.kernels.dispatch import build as build_dispatch
+from tile_ep.kernels.primitives import PASS_CONFIGS
+
+if TYPE_CHECKING:
+    import torch
+
+KernelSpec = DispatchSpec | CombineSpec
+
+_LOG = logging.getLogger("tile_ep")
+_SLOW_S = 2.0
+_COMPILE_LOCK = threading.Lock()
+_CHECKED_OFF = "tl.disable_safe_memory_legalize"
+
+
+def build(spec: KernelSpec) -> Any:
+    """The TileLang `PrimFunc` of `spec`."""
+    return build_dispatch(spec) if isinstance(spec, DispatchSpec) else build_combine(spec)
+
+
+def pass_configs(checked: bool = False) -> dict[str, bool]:
+    """Compiler passes. `checked` keeps TileLang's bounds checks on ordinary accesses."""
+    return {name: value for name, value in PASS_CONFIGS.items() if not (checked and name == _CHECKED_OFF)}
+
+
+@functools.cache
+def cuda_source(spec: KernelSpec, arch: str = "sm_90a", checked: bool = False) -> str:
+    """CUDA text of `spec`. Needs no GPU.
+
+    Args:
+        arch: compute capability as nvcc spells it: sm_90a, sm_100a.
+        checked: keep TileLang's safe-memory pass.
+    """
+    import tilelang
+    from tilelang import tvm
+
+    target = tvm.target.Target({"kind": "cuda", "arch": arch})
+    with _COMPILE_LOCK, target, tvm.transform.PassContext(config=pass_configs(checked)):
+        return str(tilelang.lower(build(spec), target=target).kernel_source)
+
+
+class CudaKernel:
+    """A compiled kernel. Calling it enqueues one launch on the current CUDA stream."""
+
+    def __init__(self, spec: KernelSpec) -> None:
+        import tilelang
+
+        self.spec = spec
+        self._names = _parameter_names(build(spec))
+        timer = threading.Timer(_SLOW_S, _LOG.warning, ("compiling %s, once per configuration", spec))
+        timer.start()
+        try:
+            self._kernel = tilelang.compile(build(spec), target="cuda", pass_configs=pass_configs())
+            self._load()
+        finally:
+            timer.cancel()
+
+    def _load(self) -> None:
+        """Load the code onto the device now: CUDA would do it at the first launch, and may wait there for kernels that in
+        turn wait for this one. A launch without tokens, among peers that are all one scratch region, gives up at once.
+        """
+        import torch
+
+        scratch = torch.zeros(self.spec.control.num_bytes + (1 << 20), dtype=torch.uint8, device="cuda")
+        peers = torch.full((self.spec.num_ranks,), scratch.data_ptr(), dtype=torch.int64).cuda().view(torch.uint64)
+        numbers = {name: 0 for name in self._names if name in _NUMBERS}
+        addresses = {name: scratch.data_ptr() for name in self._names}
+        self({**addresses, **numbers, "peers": peers, "num_blocks": 1, "capacity": 1, "alignment": 1})
+        torch.cuda.current_stream().synchronize()
+
+    def __call__(self, arguments: Mapping[str, Any]) -> None:
+        self._kernel(*(arguments[name] for name in self._names))
+
+
+_NUMBERS = {
+    *("rank", "num_tokens", "max_tokens", "slot", "slots_at", "slot_bytes", "scales_at", "idx_at", "weights_at"),
+    *("source_at", "rows_at", "timeout_ns"),
+}
+_CUDA_KERNELS: dict[KernelSpec, CudaKernel] = {}
+
+
+def cuda_kernel(spec: KernelSpec) -> CudaKernel:
+    """The compiled kernel of `spec`, for the current device."""
+    kernel = _CUDA_KERNELS.get(spec)
+    if kernel is None:
+        with _COMPILE_LOCK:
+            kernel = _CUDA_KERNELS.get(spec) or CudaKernel(spec)
+            _CUDA_KERNELS[spec] = kernel
+    return kernel
+
+
+def is_compiled(spec: KernelSpec) -> bool:
+    """Whether launching `spec` compiles nothing."""
+    return spec in _CUDA_KERNELS
+
+
+def _parameter_names(function: Any) -> list[str]:
+    return [parameter.name.removesuffix("_handle") for parameter in function.params]
+
+
+def require_tilelang() -> None:
+    """Raise `BackendUnavailableError` where TileLang is missing."""
+    try:
+        import tilelang  # noqa: F401
+    except ImportError as error:
+        raise BackendUnavailableError(
+            f"the nvlink backend and the simulator need TileLang ({error}): pip install 'tile-ep[gpu]'"
+        ) from error

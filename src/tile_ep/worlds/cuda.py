@@ -1,0 +1,151 @@
+"""What all worlds on CUDA devices share: streams, events, memory views and launches."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tile_ep.errors import CaptureError
+from tile_ep.event import EventOverlap
+from tile_ep.kernels.launcher import KernelSpec, cuda_kernel, is_compiled
+from tile_ep.kernels.tuning import HOPPER
+
+_HIGHEST_PRIORITY = -5  # CUDA clamps it to what the device offers
+
+
+class _DeviceMemory:
+    """A span of device memory as torch adopts it: torch keeps this object for as long as any tensor over it."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 2,
+        }
+
+
+class CudaDevice:
+    """One rank's CUDA device: the private high-priority stream and everything that goes through it.
+
+    Subclasses say where the regions are: they set `peers` (uint64 `[R]` on the device) and `_base`.
+    """
+
+    tuning = HOPPER
+
+    def __init__(self, rank: int, num_ranks: int, device: torch.device, ranks_on_device: int) -> None:
+        self.rank, self.num_ranks, self.device = rank, num_ranks, device
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self.max_blocks = num_sms // ranks_on_device
+        self._stream = torch.cuda.Stream(device, priority=_HIGHEST_PRIORITY)
+        self._outstanding: deque[torch.cuda.Event] = deque()
+        self._released: list[torch.cuda.Event] = []
+        self._base = 0
+        self.peers = torch.empty(0)
+
+    @property
+    def base(self) -> int:
+        """Address of this rank's region."""
+        return self._base
+
+    def zero(self, offset: int, num_bytes: int) -> None:
+        """Zero a part of this rank's region, and wait for it."""
+        self._adopt(_DeviceMemory(self._base + offset, num_bytes)).zero_()
+        torch.cuda.synchronize(self.device)
+
+    def _adopt(self, memory: _DeviceMemory) -> torch.Tensor:
+        return torch.as_tensor(memory, device=self.device)
+
+    def lease(self, offset: int, num_bytes: int) -> tuple[torch.Tensor, weakref.ref[Any]]:
+        """A part of this rank's region as uint8, and a reference that dies with the last tensor over it.
+
+        When it dies, work that still reads the memory may be queued on the stream of whoever drops it: the next
+        collective waits for that work.
+        """
+        memory = _DeviceMemory(self._base + offset, max(num_bytes, 1))
+        weakref.finalize(memory, self._remember_readers).atexit = False
+        return self._adopt(memory)[:num_bytes], weakref.ref(memory)
+
+    def _remember_readers(self) -> None:
+        if not torch.cuda.is_current_stream_capturing():
+            self._released.append(torch.cuda.current_stream(self.device).record_event())
+
+    def host_words(self, number: int) -> torch.Tensor:
+        """int64 zeros in pinned memory."""
+        return torch.zeros(number, dtype=torch.int64, pin_memory=True)
+
+    def begin(self, previous_event: EventOverlap | torch.cuda.Event | None) -> None:
+        """The communication stream waits for the event, or for the current stream; and for readers of freed slots."""
+        event = previous_event.event if isinstance(previous_event, EventOverlap) else previous_event
+        if event is None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        else:
+            self._stream.wait_event(event)
+        while self._released and not torch.cuda.is_current_stream_capturing():
+            self._stream.wait_event(self._released.pop())
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, on_comm_stream: bool) -> torch.Tensor:
+        """Uninitialised device memory, owned by the communication stream or by the current one."""
+        if on_comm_stream:
+            with torch.cuda.stream(self._stream):
+                return torch.empty(shape, dtype=dtype, device=self.device)
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def launch(self, spec: KernelSpec, num_blocks: int, arguments: Mapping[str, int | torch.Tensor | None]) -> None:
+        """Enqueue a kernel on the communication stream.
+
+        Raises:
+            CaptureError: it would have to be compiled during graph capture.
+        """
+        del num_blocks  # the kernels read it from their arguments
+        if not is_compiled(spec) and torch.cuda.is_current_stream_capturing():
+            raise CaptureError(
+                "a kernel would be compiled during CUDA graph capture. Run the same calls once before it"
+            )
+        kernel = cuda_kernel(spec)
+        addresses = {name: _address(value) for name, value in arguments.items()}
+        with torch.cuda.stream(self._stream):
+            kernel({"peers": self.peers, **addresses})
+
+    def on_comm_stream(self) -> Any:
+        """Context of the communication stream."""
+        return torch.cuda.stream(self._stream)
+
+    def end(self, asynchronous: bool, temporaries: tuple[torch.Tensor, ...]) -> EventOverlap:
+        """An event after the collective, for which the current stream waits unless `asynchronous`."""
+        event = self._stream.record_event()
+        if not torch.cuda.is_current_stream_capturing():
+            self._outstanding.append(event)
+        if asynchronous:
+            return EventOverlap(event, temporaries)
+        torch.cuda.current_stream(self.device).wait_event(event)
+        return EventOverlap()
+
+    def bound_run_ahead(self, depth: int) -> None:
+        """Block the host until at most `depth` collectives are outstanding; 0 never blocks."""
+        if depth == 0 or torch.cuda.is_current_stream_capturing():
+            self._outstanding.clear()
+            return
+        while len(self._outstanding) >= depth:
+            self._outstanding.popleft().synchronize()
+
+    def pause(self) -> None:
+        """Let the other threads of this process have the interpreter."""
+        time.sleep(0)
+
+    def synchronize(self) -> None:
+        """Wait for the current and the communication stream."""
+        torch.cuda.current_stream(self.device).synchronize()
+        self._stream.synchronize()
+        self._outstanding.clear()
+
+
+def _address(value: int | torch.Tensor | None) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    return value or 0

@@ -1,0 +1,178 @@
+"""All ranks in the simulator: CPU memory, one launch of all ranks at a time, deterministic from a seed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tile_ep.event import EventOverlap
+from tile_ep.kernels.launcher import KernelSpec, cuda_source
+from tile_ep.kernels.tuning import SIMULATOR
+from tile_ep.layout import ROW_ALIGNMENT
+from tile_ep.sim import Launch, MemoryRegion, SimKernel, SimReport, compile_source, simulate
+
+if TYPE_CHECKING:
+    from tile_ep.worlds.loopback import Meeting
+
+_MAX_BLOCKS = 8
+
+
+@functools.cache
+def simulated_kernel(spec: KernelSpec) -> SimKernel:
+    """The generated source of `spec`, compiled for the simulator."""
+    return compile_source(cuda_source(spec), spec.threads)
+
+
+class Simulation:
+    """Collects the launches of all ranks and runs them together.
+
+    Attributes:
+        reports: of every simulation so far.
+    """
+
+    def __init__(self, num_ranks: int, seed: int, timeout_s: float) -> None:
+        self._num_ranks, self._seed, self._timeout_s = num_ranks, seed, timeout_s
+        self._condition = threading.Condition()
+        self._waiting: dict[int, tuple[Launch, list[MemoryRegion]]] = {}
+        self._generation = 0
+        self._error: Exception | None = None
+        self.reports: list[SimReport] = []
+        self.regions: dict[int, MemoryRegion] = {}
+
+    def join(self, launch: Launch, regions: list[MemoryRegion]) -> None:
+        """Run `launch` together with those of the other ranks, or without the ones that have not come in time.
+
+        Raises:
+            SimError: the simulated program is wrong: a deadlock, a fault, a misuse of a primitive.
+        """
+        with self._condition:
+            generation = self._generation
+            self._waiting[launch.rank] = (launch, regions)
+            if len(self._waiting) == self._num_ranks:
+                self._run()
+            else:
+                deadline = time.monotonic() + self._timeout_s
+                while self._generation == generation:
+                    if not self._condition.wait(max(0.0, deadline - time.monotonic())):
+                        self._run()
+            if self._error is not None:
+                raise self._error
+
+    def _run(self) -> None:
+        launches = [self._waiting[rank] for rank in sorted(self._waiting)]
+        self._waiting = {}
+        regions = list(self.regions.values())
+        for _, used in launches:
+            regions += used
+        self._error = None
+        try:
+            self.reports.append(
+                simulate([launch for launch, _ in launches], seed=self._seed + self._generation, regions=regions)
+            )
+        except Exception as error:  # every rank's call raises it
+            self._error = error
+        self._generation += 1
+        self._condition.notify_all()
+
+
+class _Span(np.ndarray):  # type: ignore[type-arg]
+    """A part of a region as torch adopts it: torch keeps this object for as long as any tensor over it."""
+
+
+class SimulatedWorld:
+    """One rank of a simulation."""
+
+    tuning = SIMULATOR
+    max_blocks = _MAX_BLOCKS
+
+    def __init__(self, rank: int, simulation: Simulation, meeting: Meeting) -> None:
+        self.rank, self._simulation, self._meeting = rank, simulation, meeting
+        self.num_ranks = len(meeting)
+        self.device = torch.device("cpu")
+        self._region = np.zeros(0, dtype=np.uint8)
+        self.peers = torch.empty(0)
+
+    def allocate(self, num_bytes: int) -> None:
+        """Allocate and exchange addresses. Collective."""
+        memory = np.zeros(num_bytes + ROW_ALIGNMENT, dtype=np.uint8)
+        start = -memory.ctypes.data % ROW_ALIGNMENT
+        self._region = memory[start : start + num_bytes]
+        self._simulation.regions[self.rank] = MemoryRegion(self.base, num_bytes, f"region of rank {self.rank}")
+        self.peers = torch.tensor(self.gather(self.base), dtype=torch.int64)
+
+    @property
+    def base(self) -> int:
+        """Address of this rank's region."""
+        return int(self._region.ctypes.data)
+
+    def zero(self, offset: int, num_bytes: int) -> None:
+        """Zero a part of this rank's region."""
+        self._region[offset : offset + num_bytes] = 0
+
+    def lease(self, offset: int, num_bytes: int) -> tuple[torch.Tensor, weakref.ref[Any]]:
+        """A part of this rank's region as uint8, and a reference that dies with the last tensor over it."""
+        span = self._region[offset : offset + num_bytes].view(_Span)
+        return torch.from_numpy(span), weakref.ref(span)
+
+    def host_words(self, number: int) -> torch.Tensor:
+        """int64 zeros."""
+        return torch.zeros(number, dtype=torch.int64)
+
+    def begin(self, previous_event: EventOverlap | torch.cuda.Event | None) -> None:
+        """There are no streams."""
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, on_comm_stream: bool) -> torch.Tensor:
+        """Memory full of a poison, so that what a kernel fails to write is seen."""
+        out = torch.empty(shape, dtype=dtype)
+        out.view(torch.uint8).fill_(0xA5)
+        return out
+
+    def launch(self, spec: KernelSpec, num_blocks: int, arguments: Mapping[str, int | torch.Tensor | None]) -> None:
+        """Run a kernel on all ranks at once. Collective."""
+        values: dict[str, int] = {}
+        regions: list[MemoryRegion] = []
+        for name, value in {"peers": self.peers, **arguments}.items():
+            if isinstance(value, torch.Tensor):
+                values[name] = value.data_ptr()
+                size = value.numel() * value.element_size()
+                if size and not self._holds(value.data_ptr()):
+                    regions.append(MemoryRegion(value.data_ptr(), size, f"{name} of rank {self.rank}"))
+            else:
+                values[name] = value or 0
+        self._simulation.join(Launch(self.rank, simulated_kernel(spec), num_blocks, values), regions)
+
+    def _holds(self, address: int) -> bool:
+        return self.base <= address < self.base + self._region.size
+
+    def on_comm_stream(self) -> Any:
+        """There are no streams."""
+        return contextlib.nullcontext()
+
+    def end(self, asynchronous: bool, temporaries: tuple[torch.Tensor, ...]) -> EventOverlap:
+        """Everything has happened already."""
+        return EventOverlap()
+
+    def bound_run_ahead(self, depth: int) -> None:
+        """Nothing is ever outstanding."""
+
+    def pause(self) -> None:
+        """Nothing else runs."""
+
+    def synchronize(self) -> None:
+        """Everything has happened already."""
+
+    def gather(self, value: object) -> list[Any]:
+        """Every rank's value, by rank. Collective."""
+        return self._meeting.gather(self.rank, value)
+
+    def destroy(self) -> None:
+        """Leave the simulation. Tensors over the region keep its memory."""
+        self._simulation.regions.pop(self.rank, None)
