@@ -36,6 +36,24 @@ def describe(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
+def _natural_strides(shape: torch.Size) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides))
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` in row-major order, with the strides that its shape implies.
+
+    PyTorch calls a tensor contiguous whatever its strides are along dimensions of size 0 or 1.
+    """
+    tensor = tensor.contiguous()
+    if min(tensor.shape) > 1 or tensor.stride() == _natural_strides(tensor.shape):
+        return tensor
+    return tensor.view(-1).view(tensor.shape)
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -136,7 +154,7 @@ def check_payload(x: object, config: BufferConfig, num_max_tokens: int, device: 
                 f"Build the Buffer with max_scale_bytes={width}" if width else None,
             )
         _check_num_tokens("x[0]", tokens, num_max_tokens)
-        return data.contiguous(), scales.contiguous()
+        return dense(data), dense(scales)
     if isinstance(x, torch.Tensor) and x.dtype not in ROW_DTYPES:
         raise ArgumentError(
             "x",
@@ -147,7 +165,7 @@ def check_payload(x: object, config: BufferConfig, num_max_tokens: int, device: 
     data = check_tensor("x", x, (None, None), ROW_DTYPES, device, "[num_tokens, hidden]")
     _check_row("x", data, config)
     _check_num_tokens("x", data.shape[0], num_max_tokens)
-    return data.contiguous()
+    return dense(data)
 
 
 def _check_num_tokens(argument: str, tokens: int, maximum: int) -> None:
@@ -186,14 +204,14 @@ def check_topk_idx(
         num_bad = int(bad.sum())
         if num_bad:
             raise RoutingError(num_bad, num_experts, int(idx[bad][0]))
-    return idx.contiguous()
+    return dense(idx)
 
 
 def check_weights(weights: object, shape: Sequence[int], device: torch.device, words: str) -> torch.Tensor | None:
     """`topk_weights` of dispatch or combine, as contiguous fp32."""
     if weights is None:
         return None
-    return check_tensor("topk_weights", weights, shape, WEIGHT_DTYPES, device, words).to(torch.float32).contiguous()
+    return dense(check_tensor("topk_weights", weights, shape, WEIGHT_DTYPES, device, words).to(torch.float32))
 
 
 def check_stats(stats: object, num_local_experts: int, device: torch.device) -> torch.Tensor | None:
@@ -232,7 +250,7 @@ def check_expert_rows(x: object, handle: EPHandle, config: BufferConfig, device:
     kind = "expanded rows" if handle.do_expand else "received rows"
     tensor = check_tensor("x", x, (rows, None), ROW_DTYPES, device, f"[{rows} {kind} of the handle, hidden]")
     _check_row("x", tensor, config)
-    return tensor.contiguous()
+    return dense(tensor)
 
 
 def check_bias(bias: object, tokens: int, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -249,4 +267,4 @@ def check_bias(bias: object, tokens: int, like: torch.Tensor) -> tuple[torch.Ten
         if len(biases) == 1 and bias is biases[0]
         else [(f"bias[{i}]", b) for i, b in enumerate(biases)]
     )
-    return tuple(check_tensor(name, b, shape, (like.dtype,), like.device, words).contiguous() for name, b in named)
+    return tuple(dense(check_tensor(name, b, shape, (like.dtype,), like.device, words)) for name, b in named)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+import weakref
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -66,6 +67,13 @@ def is_lost_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
 
 
+def _close(communicators: list[Any], device: torch.device) -> None:
+    while communicators:
+        comm = communicators.pop()
+        if device.type == "cuda":
+            comm.abort()  # rather than wait for peers
+
+
 class Wire:
     """All-to-alls on a private communicator.
 
@@ -77,6 +85,9 @@ class Wire:
         self.rank, self.num_ranks, self.device, self.timeout_s = rank, num_ranks, device, timeout_s
         self.epoch = 0
         self._root, self._generation = store, 0
+        self._open: list[Any] = []  # the communicator, while there is one
+        # Also at interpreter exit: its threads must have ended before Python goes down.
+        weakref.finalize(self, _close, self._open, device)
         self._connect()
 
     def _connect(self) -> None:
@@ -87,12 +98,13 @@ class Wire:
                 options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
                 # Waits are bounded here; NCCL's own watchdog would take the process down.
                 options._timeout = timedelta(seconds=2 * self.timeout_s + 60)
-                self._comm: Any = dist.ProcessGroupNCCL(self._store, self.rank, self.num_ranks, options)
+                comm: Any = dist.ProcessGroupNCCL(self._store, self.rank, self.num_ranks, options)
             else:
                 timeout = timedelta(seconds=self.timeout_s)
-                self._comm = dist.ProcessGroupGloo(self._store, self.rank, self.num_ranks, timeout)
+                comm = dist.ProcessGroupGloo(self._store, self.rank, self.num_ranks, timeout)
         except RuntimeError as error:
             raise self._lost("connect", error, started) from error
+        self._open.append(comm)
 
     def reconnect(self) -> None:
         """A fresh communicator. Collective: every rank calls it equally often."""
@@ -103,9 +115,7 @@ class Wire:
 
     def close(self) -> None:
         """Drop the communicator. Local."""
-        comm, self._comm = self._comm, None
-        if comm is not None and self.device.type == "cuda":
-            comm.abort()
+        _close(self._open, self.device)
 
     def enter(self, values: dict[str, int], rows: torch.Tensor) -> list[list[int]]:
         """Begin a collective: check that all ranks make the same call, and exchange `rows`.
@@ -154,7 +164,7 @@ class Wire:
             out = torch.empty(shape, dtype=rows.dtype, device=rows.device)
         started = time.monotonic()
         try:
-            self._finish(self._comm.alltoall_base(out, rows, received or [], sent or []))
+            self._finish(self._open[0].alltoall_base(out, rows, received or [], sent or []))
         except RuntimeError as error:
             if not is_lost_peer(error):
                 raise
