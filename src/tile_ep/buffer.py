@@ -7,6 +7,7 @@ import importlib.util
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
@@ -658,7 +659,8 @@ def _gather_objects(group: dist.ProcessGroup, mine: object, device: torch.device
     everyone: list[Any] = [None] * group.size()
     started = time.monotonic()
     try:
-        dist.all_gather_object(everyone, mine, group)
+        with _current(device):
+            dist.all_gather_object(everyone, mine, group)
     except RuntimeError as error:
         if not is_lost_peer(error):
             raise
@@ -681,8 +683,14 @@ def _nvlink_obstacle(group: dist.ProcessGroup, device: torch.device) -> str | No
         world = importlib.import_module("tile_ep.worlds.process_group")
     except ImportError as error:
         return f"the backend cannot be imported ({error})"
-    reason: str | None = world.unavailable_reason(group)
+    with _current(device):
+        reason: str | None = world.unavailable_reason(group)
     return reason
+
+
+def _current(device: torch.device | None) -> AbstractContextManager[object]:
+    """Make a CUDA device the current one; nothing on CPUs."""
+    return torch.cuda.device(device) if device is not None and device.type == "cuda" else nullcontext()
 
 
 # ---------------------------------------------------------------- figures

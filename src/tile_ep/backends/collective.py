@@ -310,8 +310,13 @@ class CollectiveBackend:
 
 
 def _add_rows(total: torch.Tensor, targets: torch.Tensor, rows: torch.Tensor) -> None:
-    """`total[targets] += rows`, for distinct targets."""
-    total.index_copy_(0, targets, total.index_select(0, targets) + rows)
+    """`total[targets] += rows`, for ascending, distinct targets."""
+    if len(targets) == len(total):
+        total += rows
+    elif total.device.type == "cpu":
+        total.index_add_(0, targets, rows)
+    else:  # index_add_ uses atomics there, which flush subnormal numbers
+        total.index_copy_(0, targets, total.index_select(0, targets) + rows)
 
 
 def _column_major(scales: torch.Tensor) -> torch.Tensor:
