@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 import time
 from datetime import timedelta
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from workers import Pools
 
 from tile_ep import ArgumentError, Buffer, DestroyedError, DisagreementError, PeerTimeoutError
+from tile_ep.backends.collective import CollectiveBackend
+from tile_ep.config import make_config
 from tile_ep.layout import ExpertPartition, align
 
 # ---------------------------------------------------------------- the plain enumeration
@@ -547,3 +550,51 @@ def uneven(rank: int) -> list[int]:
 
 def test_experts_that_do_not_divide_by_ranks(pools: Pools) -> None:
     assert pools(3).run(uneven) == [[3, 3, 0, 0, 0, 0], [0, 0, 3, 3, 0, 0], [0, 0, 0, 0, 3, 3]]
+
+
+def many_ranks(_: int, num_ranks: int, num_experts: int) -> None:
+    """All ranks as threads of this process."""
+    limits = make_config(
+        num_ranks,
+        num_max_tokens_per_rank=4,
+        hidden=4,
+        num_topk=3,
+        num_experts=num_experts,
+        dtype=torch.bfloat16,
+        max_scale_bytes=None,
+        expand_factor=100.0,
+        num_slots=2,
+        pipeline_depth=2,
+        timeout_s=60.0,
+    )
+    store, failures = dist.HashStore(), []
+
+    def drive(rank: int) -> None:
+        try:
+            backend = CollectiveBackend(store, rank, num_ranks, limits, torch.device("cpu"))
+            with Buffer.from_backend(backend, limits) as buffer:
+                x = torch.full((4, 4), float(rank)).bfloat16()
+                idx = (torch.arange(12).reshape(4, 3) * 7 + rank) % num_experts
+                recv_x, _, _, handle, _ = buffer.dispatch(x, idx, do_expand=True)
+                assert torch.equal(buffer.combine(recv_x, handle)[0], 3 * x)
+                buffer.barrier()
+        except BaseException as error:
+            failures.append(error)
+
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    threads = [threading.Thread(target=drive, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def test_many_ranks(pools: Pools) -> None:
+    """No limit on the number of ranks is built in; 72 of them need a full mesh of sockets."""
+    needed, hard = 72 * 72 + 512, resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        pytest.skip(f"needs {needed} open files, the limit is {hard} (ulimit -Hn)")
+    pools(1).run(many_ranks, 72, 75)
