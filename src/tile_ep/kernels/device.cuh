@@ -37,6 +37,10 @@ EP_DEVICE void ep_fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory");
 EP_DEVICE uint32_t ep_shared_address(const void *pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
+// Counter in shared memory: its value before the addition. Unordered.
+EP_DEVICE uint32_t ep_shared_add(const void *counter, uint32_t value) {
+  return atomicAdd(const_cast<uint32_t *>(reinterpret_cast<const uint32_t *>(counter)), value);
+}
 // Makes initialised barriers visible to the copy engine. Call it once, then synchronise the block.
 EP_DEVICE void ep_mbarrier_init(uint32_t barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");

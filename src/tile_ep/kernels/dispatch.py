@@ -117,22 +117,23 @@ def build(spec: DispatchSpec) -> Any:
             count = T.alloc_shared((R, R), "int32", scope="shared")  # [source, destination]
             peer_slot = T.alloc_shared((R,), "int32", scope="shared")
             local_count = T.alloc_shared((spec.partition.num_local(0),), "int32", scope="shared")
-            flags = T.alloc_shared((3,), "int32", scope="shared")  # a wait gave up; last to count; last to finish
+            start = T.alloc_shared((R,), "int32", scope="shared")  # [destination]: see stage 2
+            flags = T.alloc_shared(
+                (4,), "int32", scope="shared"
+            )  # a wait gave up; last to count; last to finish; taken
 
             tid = T.get_thread_binding()
-            begin = T.alloc_var("int32")
-            end = T.alloc_var("int32")
-            share = T.alloc_var("int32")
+            block_begin = T.alloc_var("int32")
+            block_end = T.alloc_var("int32")
+            share = T.alloc_var("int32")  # tokens that a warp counts
             epoch = T.alloc_var("uint64")
             own = T.alloc_var("uint64")
             alive = T.alloc_var("int32")
             own = peers[rank]
             epoch = ep.get(own + T.uint64(spec.control.epoch), "uint64") + T.uint64(1)
-            begin = T.cast(T.int64(num_tokens) * block // num_blocks, "int32")
-            end = T.cast(T.int64(num_tokens) * (block + 1) // num_blocks, "int32")
-            share = T.ceildiv(end - begin, W)
-            begin = T.min(begin + tid // 32 * share, end)  # from here on the warp's tokens, not the block's
-            end = T.min(begin + share, end)
+            block_begin = T.cast(T.int64(num_tokens) * block // num_blocks, "int32")
+            block_end = T.cast(T.int64(num_tokens) * (block + 1) // num_blocks, "int32")
+            share = T.max(T.ceildiv(block_end - block_begin, W), 1)
 
             c = SimpleNamespace(
                 peers=peers, topk_idx=ep.u64(topk_idx), topk_weights=ep.u64(topk_weights), x=ep.u64(x), x_scales=ep.u64(x_scales), rows=ep.u64(rows),
@@ -140,8 +141,8 @@ def build(spec: DispatchSpec) -> Any:
                 rank=rank, max_tokens=max_tokens, alignment=alignment, slot=slot, slots_at=slots_at,
                 slot_bytes=slot_bytes, scales_at=scales_at, idx_at=idx_at, weights_at=weights_at, source_at=source_at,
                 timeout_ns=ep.u64(timeout_ns), num_blocks=num_blocks, block=block, tid=tid, warp=tid // 32,
-                lane=tid % 32, own=own, epoch=epoch, begin=begin, end=end, stage=stage, bars=bars, base=base,
-                totals=totals, count=count, peer_slot=peer_slot, local_count=local_count, flags=flags,
+                lane=tid % 32, own=own, epoch=epoch, begin=block_begin, end=block_end, share=share, stage=stage, bars=bars, base=base,
+                totals=totals, count=count, peer_slot=peer_slot, local_count=local_count, start=start, flags=flags,
                 words=own + T.uint64(spec.control.words),
             )  # fmt: skip
             _prepare(spec, c)
@@ -154,14 +155,17 @@ def build(spec: DispatchSpec) -> Any:
             alive = T.if_then_else(flags[0] == 0, 1, 0)
             if alive == 1:
                 if not spec.cached:
-                    _report_counts(spec, c)
                     _place_rows(spec, c)
-                if spec.fill_tail:
-                    _fill_tail(spec, c)
+                    if spec.host_counts:
+                        _report_counts(spec, c)
                 if spec.bulk:
                     _scatter_bulk(spec, c)
                 else:
                     _scatter_warp(spec, c)
+                if not spec.cached and not spec.host_counts:
+                    _report_counts(spec, c)
+                if spec.fill_tail:
+                    _fill_tail(spec, c)
                 _finish(spec, c)
 
     return dispatch
@@ -170,7 +174,7 @@ def build(spec: DispatchSpec) -> Any:
 @T.macro
 def _prepare(s, c):
     i = T.alloc_var("int32")
-    if c.tid < 3:
+    if c.tid < 4:
         c.flags[c.tid] = 0
     if s.bulk:
         if c.tid == 0:
@@ -213,19 +217,24 @@ def _count(s, c):
     R, K = s.num_ranks, s.num_topk
     group = MAX_TOPK // K  # tokens at a time, a lane for each selection
     token = T.alloc_var("int32")
+    end = T.alloc_var("int32")
     raw = T.alloc_var("int64")
+    ahead = T.alloc_var("int64")
     expert = T.alloc_var("int32")
     dest = T.alloc_var("int32")
     row = T.alloc_var("int32")
     i = T.alloc_var("int32")
     running = T.alloc_var("int32")
-    token = c.begin + c.lane // K
-    while token - c.lane // K < c.end:
-        raw = T.int64(-1)
-        if T.And(c.lane < group * K, token < c.end):
-            raw = T.cast(
-                ep.get(ep.at(c.topk_idx, T.int64(token) * K + c.lane % K, s.index_bytes), s.index_dtype), "int64"
-            )
+    token = T.min(c.begin + c.warp * c.share, c.end) + c.lane // K
+    end = T.min(c.begin + (c.warp + 1) * c.share, c.end)
+    ahead = T.int64(-1)
+    if T.And(c.lane < group * K, token < end):
+        ahead = _selection(s, c, token, c.lane % K)
+    while token - c.lane // K < end:
+        raw = ahead
+        ahead = T.int64(-1)
+        if T.And(c.lane < group * K, token + group < end):
+            ahead = _selection(s, c, token + group, c.lane % K)
         expert = T.if_then_else(T.And(raw >= T.int64(0), raw < T.int64(s.num_experts)), T.cast(raw, "int32"), -1)
         dest = T.if_then_else(expert >= 0, rank_of(expert, s.partition), -1)
         if T.And(expert < 0, raw != T.int64(-1)):
@@ -241,7 +250,7 @@ def _count(s, c):
         if T.And(leads, ep.lanes_above(alike, c.lane) == T.uint32(0)):
             c.base[c.warp, dest] = row + 1
         row = T.shfl_sync(row, ep.first_lane(same))
-        if T.And(c.lane < group * K, token < c.end):
+        if T.And(c.lane < group * K, token < end):
             ep.put(ep.at(c.rows, T.int64(token) * K + c.lane % K, 4), row, "int32")
         if expert >= 0:
             T.atomic_add(c.totals[R + expert], 1)
@@ -266,6 +275,28 @@ def _count(s, c):
     T.sync_threads()
 
 
+def _selection(s: DispatchSpec, c: SimpleNamespace, token: ep.Expr, k: ep.Expr) -> ep.Expr:
+    address = ep.at(c.topk_idx, T.int64(token) * s.num_topk + k, s.index_bytes)
+    return T.cast(ep.get(address, s.index_dtype), "int64")
+
+
+@T.macro
+def _sum_tallies(s, c, column, num_blocks, total):
+    """`total[0]`: the tallies of the first `num_blocks` blocks. Eight loads are in flight at a time."""
+    b = T.alloc_var("int32")
+    part = T.alloc_local((8,), "int32")
+    total[0] = 0
+    b = 0
+    while b < num_blocks:
+        for j in T.unroll(8):
+            part[j] = 0
+            if b + j < num_blocks:
+                part[j] = ep.get(_tally(s, c, b + j, column), "int32")
+        for j in T.unroll(8):
+            total[0] = total[0] + part[j]
+        b = b + 8
+
+
 def _tally(s: DispatchSpec, c: SimpleNamespace, block: ep.Expr, column: ep.Expr) -> ep.Expr:
     return ep.at(c.own + T.uint64(s.control.tallies), block * s.control.columns + column, 4)
 
@@ -281,14 +312,13 @@ def _send_counts(s, c):
     column = T.alloc_var("int32")
     to = T.alloc_var("uint64")
     last = T.alloc_var("int32")
+    total = T.alloc_local((1,), "int32")
     last = c.flags[1]
     if last == 1:
         i = c.tid
         while i < s.columns:
-            running = 0
-            for b in T.serial(c.num_blocks):
-                running = running + ep.get(_tally(s, c, b, i), "int32")
-            c.totals[i] = running
+            _sum_tallies(s, c, i, c.num_blocks, total)
+            c.totals[i] = total[0]
             i = i + s.threads
         T.sync_threads()
         i = c.tid
@@ -360,23 +390,31 @@ def _report_counts(s, c):
     if last == 1:
         i = c.tid
         while i < num_local:
-            running = 0
-            for source in T.serial(R):
-                got = ep.wait_tag(
-                    ep.at(
-                        c.words, source * (1 + s.control.columns) + 1 + R + first_expert(c.rank, s.partition) + i, 8
-                    ),
-                    c.epoch, c.status, PHASE_COUNTS, source, c.timeout_ns,
-                )  # fmt: skip
-                running = running + T.cast(got, "int32")
-            c.local_count[i] = running
+            c.local_count[i] = 0
+            i = i + s.threads
+        T.sync_threads()
+        i = c.tid
+        while i < R * num_local:
+            got = ep.wait_tag(
+                ep.at(
+                    c.words,
+                    i // num_local * (1 + s.control.columns) + 1 + R + first_expert(c.rank, s.partition) + i % num_local,
+                    8,
+                ),
+                c.epoch, c.status, PHASE_COUNTS, i // num_local, c.timeout_ns,
+            )  # fmt: skip
+            T.atomic_add(c.local_count[i % num_local], T.cast(got, "int32"))
+            i = i + s.threads
+        T.sync_threads()
+        i = c.tid
+        while i < num_local:
+            running = c.local_count[i]
             ep.put(ep.at(c.counts, R + num_local + i, 4), running, "int32")
             if s.host_counts:
                 ep.store_release(ep.at(c.host, 1 + i, 8), ep.tagged(c.epoch, running))
             if s.has_stats:
                 ep.put(ep.at(c.stats, i, 4), ep.get(ep.at(c.stats, i, 4), "int32") + running, "int32")
             i = i + s.threads
-        T.sync_threads()
         if c.tid == 0:
             running = 0
             for source in T.serial(R):
@@ -396,18 +434,34 @@ def _report_counts(s, c):
 
 @T.macro
 def _place_rows(s, c):
-    """2c. base[warp, d] becomes the final row, at d, of the warp's first token for d: rows of earlier sources come first,
-    then those of earlier blocks, then those of earlier warps.
+    """2c. rows[t, k] becomes the final row of token t at the rank of selection k: rows of earlier sources come first, then
+    those of earlier blocks, then those of earlier warps, whose sum is base[warp, d].
     """
-    start = T.alloc_var("int32")
-    if c.tid < s.num_ranks:
-        start = 0
+    i = T.alloc_var("int32")
+    row = T.alloc_var("int32")
+    raw = T.alloc_var("int64")
+    total = T.alloc_local((1,), "int32")
+    i = c.tid
+    while i < s.num_ranks:
+        _sum_tallies(s, c, i, c.block, total)
         for source in T.serial(c.rank):
-            start = start + c.count[source, c.tid]
-        for b in T.serial(c.block):
-            start = start + ep.get(_tally(s, c, b, c.tid), "int32")
-        for w in T.serial(s.num_warps):
-            c.base[w, c.tid] = c.base[w, c.tid] + start
+            total[0] = total[0] + c.count[source, i]
+        c.start[i] = total[0]
+        i = i + s.threads
+    T.sync_threads()
+    i = c.tid
+    while i < s.num_warps * s.num_ranks:
+        c.base[i // s.num_ranks, i % s.num_ranks] = c.base[i // s.num_ranks, i % s.num_ranks] + c.start[i % s.num_ranks]
+        i = i + s.threads
+    T.sync_threads()
+    i = c.tid
+    while i < (c.end - c.begin) * s.num_topk:
+        row = ep.get(ep.at(c.rows, T.int64(c.begin) * s.num_topk + i, 4), "int32")
+        if row >= 0:
+            raw = _selection(s, c, c.begin, i)
+            row = row + c.base[i // s.num_topk // c.share, rank_of(T.cast(raw, "int32"), s.partition)]
+            ep.put(ep.at(c.rows, T.int64(c.begin) * s.num_topk + i, 4), row, "int32")
+        i = i + s.threads
     T.sync_threads()
 
 
@@ -445,9 +499,9 @@ def _slot(c: SimpleNamespace, region: ep.Expr, slot: ep.Expr) -> ep.Expr:
 
 
 @T.macro
-def _address_token(s, c, token, to):
-    """Sets `to[0]` to the address of the row's data in the lanes that lead a destination, to 0 in the others; writes the
-    plan and everything of the row but its data.
+def _address_token(s, c, token, part, to):
+    """Sets `to[0]` to where chunk `part` of the row goes, in the lanes that lead a destination, and to 0 in the others. With
+    the first chunk goes all of the row that is not data, and the plan.
     """
     K = s.num_topk
     raw = T.alloc_var("int64")
@@ -461,9 +515,10 @@ def _address_token(s, c, token, to):
     row = -1
     weight = T.float32(0)
     if c.lane < K:
-        raw = T.cast(ep.get(ep.at(c.topk_idx, T.int64(token) * K + c.lane, s.index_bytes), s.index_dtype), "int64")
+        raw = _selection(s, c, token, c.lane)
         row = ep.get(ep.at(c.rows, T.int64(token) * K + c.lane, 4), "int32")
-        if s.has_weights:
+    if s.has_weights:
+        if T.And(c.lane < K, part == 0):
             weight = ep.get(ep.at(c.topk_weights, T.int64(token) * K + c.lane, 4), "float32")
     expert = T.if_then_else(row >= 0, T.cast(raw, "int32"), -1)
     dest = T.if_then_else(row >= 0, rank_of(expert, s.partition), -1)
@@ -473,18 +528,17 @@ def _address_token(s, c, token, to):
     region = T.uint64(0)
     if dest >= 0:
         region = _slot(c, c.peers[dest], c.peer_slot[dest])
-        if not s.cached:
-            row = row + c.base[c.warp, dest]
-            ep.put(ep.at(c.rows, T.int64(token) * K + c.lane, 4), row, "int32")
     if not s.cached:
-        if leads:
+        if T.And(leads, part == 0):
             ep.put(
                 ep.at(c.sources, T.int64(token) * K + ep.lanes_below(mask, c.lane), 4),
                 dest * (c.max_tokens * s.num_ranks) + row, "int32",
             )  # fmt: skip
-        if T.And(c.lane < K, c.lane >= T.cast(T.popcount(mask), "int32")):
+        if T.And(T.And(c.lane < K, part == 0), c.lane >= T.cast(T.popcount(mask), "int32")):
             ep.put(ep.at(c.sources, T.int64(token) * K + c.lane, 4), -1, "int32")
-    to[0] = T.if_then_else(leads, ep.at(region, row, s.data_bytes), T.uint64(0))
+    to[0] = T.if_then_else(leads, ep.at(region, row, s.data_bytes) + ep.u64(part * s.chunk_bytes), T.uint64(0))
+    if part > 0:
+        mask = T.uint32(0)
     while mask != T.uint32(0):
         leader = ep.first_lane(mask)
         there = T.shfl_sync(region, leader)
@@ -519,60 +573,63 @@ def _scatter_warp(s, c):
     """3. Scatter, by the warp: any row size and alignment."""
     token = T.alloc_var("int32")
     to = T.alloc_local((1,), "uint64")
-    token = c.begin
+    token = c.begin + c.warp
     while token < c.end:
-        _address_token(s, c, token, to)
-        token = token + 1
-
-
-@T.macro
-def _fetch_chunk(s, c, step):
-    """Chunk `step` of the warp's tokens into the warp's shared memory. By one lane."""
-    part = step % s.num_chunks
-    size = T.if_then_else(part == s.num_chunks - 1, s.data_bytes - (s.num_chunks - 1) * s.chunk_bytes, s.chunk_bytes)
-    ep.fetch(
-        c.stage[c.warp, step % s.depth, 0],
-        ep.at(c.x, c.begin + step // s.num_chunks, s.data_bytes) + ep.u64(part * s.chunk_bytes),
-        size, c.bars[c.warp, step % s.depth],
-    )  # fmt: skip
+        _address_token(s, c, token, 0, to)
+        token = token + s.num_warps
 
 
 @T.macro
 def _scatter_bulk(s, c):
-    """3. Scatter, by the copy engine: each chunk enters the warp's shared memory once and leaves it once per destination.
-    The memory of a chunk is fetched into again only after every lane's stores have read it.
+    """3. Scatter, by the copy engine: each chunk enters a warp's shared memory once and leaves it once per destination. Warps
+    take chunks as they get to them. While the stores of one chunk drain, the warp addresses and fetches the next; the
+    memory of a chunk is fetched into again only after every lane's stores have read it.
     """
-    step = T.alloc_var("int32")
-    steps = T.alloc_var("int32")
+    turn = T.alloc_var("int32")  # chunks this warp has had
+    item = T.alloc_var("int32")
+    items = T.alloc_var("int32")
     to = T.alloc_local((1,), "uint64")
-    steps = (c.end - c.begin) * s.num_chunks
-    step = 0
-    if c.lane == 0:
-        while step < T.min(steps, s.depth - 1):
-            _fetch_chunk(s, c, step)
-            step = step + 1
-    T.sync_warp()
-    step = 0
-    while step < steps:
-        ep.push_wait_read(0)
-        T.sync_warp()
-        if T.And(c.lane == 0, step + s.depth - 1 < steps):
-            _fetch_chunk(s, c, step + s.depth - 1)
-        if step % s.num_chunks == 0:
-            _address_token(s, c, c.begin + step // s.num_chunks, to)
-        ep.barrier_wait(c.bars[c.warp, step % s.depth], step // s.depth % 2)
+    taken = T.alloc_local((1,), "int32")
+    items = (c.end - c.begin) * s.num_chunks
+    turn = 0
+    _take_chunk(s, c, turn, taken, to)
+    item = taken[0]
+    while item < items:
+        ep.barrier_wait(c.bars[c.warp, turn % s.depth], turn // s.depth % 2)
         if to[0] != T.uint64(0):
-            ep.push(
-                to[0] + ep.u64(step % s.num_chunks * s.chunk_bytes),
-                c.stage[c.warp, step % s.depth, 0],
-                T.if_then_else(
-                    step % s.num_chunks == s.num_chunks - 1,
-                    s.data_bytes - (s.num_chunks - 1) * s.chunk_bytes,
-                    s.chunk_bytes,
-                ),
-            )
+            ep.push(to[0], c.stage[c.warp, turn % s.depth, 0], _chunk_size(s, item % s.num_chunks))
         ep.push_commit()
-        step = step + 1
+        turn = turn + 1
+        _take_chunk(s, c, turn, taken, to)
+        item = taken[0]
+
+
+def _chunk_size(s: DispatchSpec, part: ep.Expr) -> ep.Expr:
+    last = s.data_bytes - (s.num_chunks - 1) * s.chunk_bytes
+    return s.chunk_bytes if last == s.chunk_bytes else T.if_then_else(part == s.num_chunks - 1, last, s.chunk_bytes)
+
+
+@T.macro
+def _take_chunk(s, c, turn, item, to):
+    """The warp's next chunk: `item[0]` of the block's, fetched into the memory of its turn, and where it goes."""
+    here = T.alloc_var("bool")
+    item[0] = 0
+    if c.lane == 0:
+        item[0] = ep.shared_add(c.flags[3], 1)
+    item[0] = T.shfl_sync(item[0], 0)
+    here = item[0] < (c.end - c.begin) * s.num_chunks
+    if here:
+        ep.push_wait_read(s.depth - 1)
+        T.sync_warp()
+        if c.lane == 0:
+            ep.fetch(
+                c.stage[c.warp, turn % s.depth, 0],
+                ep.at(c.x, c.begin + item[0] // s.num_chunks, s.data_bytes)
+                + ep.u64(item[0] % s.num_chunks * s.chunk_bytes),
+                _chunk_size(s, item[0] % s.num_chunks),
+                c.bars[c.warp, turn % s.depth],
+            )
+        _address_token(s, c, c.begin + item[0] // s.num_chunks, item[0] % s.num_chunks, to)
 
 
 @T.macro

@@ -103,6 +103,11 @@ def add_relaxed(address: Expr, value: Expr) -> Expr:
     return T.call_extern("handle", "ep_atomic_add_relaxed_gpu", address, T.cast(value, "uint32"))
 
 
+def shared_add(counter: Expr, value: Expr) -> Expr:
+    """Add to a 32-bit counter in shared memory, unordered; its value before."""
+    return T.cast(T.call_extern("uint32", "ep_shared_add", T.address_of(counter), T.cast(value, "uint32")), "int32")
+
+
 def fence() -> Expr:
     """Orders what this thread did or saw before what it does next, for every rank."""
     return T.call_extern("handle", "ep_fence_sys")
