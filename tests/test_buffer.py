@@ -156,6 +156,10 @@ def test_strides_along_dimensions_of_size_one(alone: Buffer) -> None:
     y = torch.rand(3, 3).t()[:, :1]
     out = alone.combine(y, handle, torch.rand(2, 3).t()[:, :1], bias=torch.rand(2, 4).t()[:, 1:])[0]
     assert out.shape == (4, 1)
+    (data, recv_scales), *_ = alone.dispatch(
+        (column[:0], scales[:0]), idx[:0], num_experts=2, use_tma_aligned_col_major_sf=True
+    )
+    assert data.shape == recv_scales.shape == (0, 1)
     nothing = torch.ones(16, 4).t()[:0]  # [0, 16], stride (1, 4)
     assert alone.dispatch(nothing, torch.zeros(0, 1, dtype=torch.int64), num_experts=2)[0].shape == (0, 16)
 

@@ -322,7 +322,7 @@ def _add_rows(total: torch.Tensor, targets: torch.Tensor, rows: torch.Tensor) ->
 def _column_major(scales: torch.Tensor) -> torch.Tensor:
     """The same `[N, S]` values with stride `(1, N rounded up to 16 bytes)`, as TMA descriptors want it."""
     num_rows, num_scales = scales.shape
-    rows = align(num_rows, max(1, 16 // scales.element_size()))
+    rows = align(max(num_rows, 1), max(1, 16 // scales.element_size()))
     store = torch.zeros((num_scales, rows * scales.element_size()), dtype=torch.uint8, device=scales.device)
     out = store.view(scales.dtype).t()[:num_rows]
     out.copy_(scales)
