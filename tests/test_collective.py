@@ -598,3 +598,89 @@ def test_many_ranks(pools: Pools) -> None:
     if hard != resource.RLIM_INFINITY and hard < needed:
         pytest.skip(f"needs {needed} open files, the limit is {hard} (ulimit -Hn)")
     pools(1).run(many_ranks, 72, 75)
+
+
+# ---------------------------------------------------------------- the same code on a GPU, over NCCL
+
+HANDLE_TENSORS = (
+    "psum_num_recv_tokens_per_scaleup_rank",
+    "psum_num_recv_tokens_per_expert",
+    "num_unaligned_recv_tokens_per_expert",
+    "recv_src_metadata",
+    "dst_buffer_slot_idx",
+    "dst_expanded_idx",
+    "num_rows_needed",
+    "topk_idx",
+)
+
+
+def on(device: torch.device, value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(on(device, part) for part in value)
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def exchange_alone(device: torch.device, case: dict[str, Any], streams: dict[str, Any]) -> list[torch.Tensor]:
+    """Dispatch, combine and cached dispatch of one rank; everything that is defined, on the CPU."""
+    limits = make_config(
+        1,
+        num_max_tokens_per_rank=64,
+        hidden=256,
+        num_topk=6,
+        num_experts=12,
+        dtype=torch.float32,
+        max_scale_bytes=64,
+        expand_factor=2.0,
+        num_slots=2,
+        pipeline_depth=2,
+        timeout_s=20.0,
+    )
+    expand = case["do_expand"]
+    with Buffer.from_backend(CollectiveBackend(dist.HashStore(), 0, 1, limits, device), limits) as buffer:
+        stats = torch.ones(12, dtype=torch.int32, device=device)
+        options = {name: case[name] for name in ("do_expand", "do_cpu_sync", "use_tma_aligned_col_major_sf")}
+        x, idx, weights = on(device, (case["x"], case["idx"], case["weights"]))
+        recv_x, recv_idx, recv_w, handle, event = buffer.dispatch(
+            x, idx, weights, stats, expert_alignment=4, do_zero_padding=True, **options, **streams
+        )
+        event.current_stream_wait()
+        rows = handle.num_expanded_tokens if expand else handle.num_recv_tokens
+        y, bias = on(device, (case["y"][:rows], case["bias"]))
+        out, out_w, event = buffer.combine(y, handle, recv_w, bias=bias, apply_weights=expand, **streams)
+        event.current_stream_wait()
+        again = buffer.dispatch(-bias, handle=handle, do_expand=expand, do_zero_padding=True)[0]
+        received = list(recv_x) if isinstance(recv_x, tuple) else [recv_x]
+        counts = handle.psum_num_recv_tokens_per_expert if expand else handle.psum_num_recv_tokens_per_scaleup_rank
+        real = [part[: int(counts[-1])] for part in (*received, again, recv_w, *([] if expand else [recv_idx]))]
+        plan = [getattr(handle, name) for name in HANDLE_TENSORS]
+        return [part.cpu() for part in (*real, out, out_w, stats, *(part for part in plan if part is not None))]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("streams", ["synchronous", "asynchronous", "after an event"])
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("expand", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("tokens", [0, 1, 37, 64])
+def test_cuda_equals_cpu(tokens: int, dtype: torch.dtype, expand: bool, sync: bool, streams: str) -> None:
+    draw = torch.Generator().manual_seed(tokens)
+    x: Any = torch.randn(tokens, 200, generator=draw).to(dtype)
+    wide = torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
+    case = {
+        "x": (x, torch.rand(tokens, 2, generator=draw)) if dtype == torch.float8_e4m3fn else x,
+        "idx": torch.randint(-1, 12, (tokens, 6), generator=draw),
+        "weights": torch.rand(tokens, 6, generator=draw),
+        "y": torch.randn(1000, 200, generator=draw).to(wide),
+        "bias": torch.randn(tokens, 200, generator=draw).to(wide),
+        "do_expand": expand,
+        "do_cpu_sync": sync,
+        "use_tma_aligned_col_major_sf": streams == "asynchronous",
+    }
+    options: dict[str, Any] = {"async_with_compute_stream": streams != "synchronous"}
+    if streams == "after an event":
+        options.update(previous_event=torch.cuda.current_stream().record_event(), allocate_on_comm_stream=True)
+    expected = exchange_alone(torch.device("cpu"), case, {})
+    got = exchange_alone(torch.device("cuda", torch.cuda.current_device()), case, options)
+    for want, have in zip(expected, got, strict=True):
+        assert want.dtype == have.dtype and torch.equal(want.float(), have.float())
