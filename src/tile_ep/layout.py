@@ -126,6 +126,7 @@ class ControlLayout:
     num_bad: int = 16  # uint32, entries of topk_idx that were out of range, since the host last asked
     count_arrivals: int = 64  # uint32, grid counters, zero between collectives
     finish_arrivals: int = 128
+    taken: int = 192  # uint32, pieces of work that warps have taken, zero between collectives
     words: int = 256
 
     @property

@@ -151,7 +151,10 @@ class NvlinkBackend:
 
         world.bound_run_ahead(self.config.pipeline_depth)
         world.begin(request.streams.previous_event)
+        kept_idx = topk_idx
         if handle is None:
+            if request.do_handle_copy:
+                kept_idx = world.empty((num_tokens, num_topk), topk_idx.dtype, on_comm)
             rows = world.empty((num_tokens, num_topk), torch.int32, on_comm)
             plan = _Plan(
                 sources=world.empty((num_tokens, num_topk), torch.int32, on_comm),
@@ -171,6 +174,7 @@ class NvlinkBackend:
             num_blocks,
             {
                 "topk_idx": topk_idx,
+                "idx_copy": kept_idx,
                 "topk_weights": request.topk_weights,
                 "x": data,
                 "x_scales": scales,
@@ -220,7 +224,7 @@ class NvlinkBackend:
                 expert_alignment=request.expert_alignment,
                 num_max_tokens_per_rank=request.num_max_tokens_per_rank,
                 num_sms=num_blocks,
-                topk_idx=topk_idx.clone() if request.do_handle_copy else topk_idx,
+                topk_idx=kept_idx,
                 num_recv_tokens=num_rows,
                 num_expanded_tokens=0,
                 num_recv_tokens_per_expert_list=[align(n, request.expert_alignment) for n in expert_counts],
@@ -259,6 +263,7 @@ class NvlinkBackend:
             scale_bytes=0 if scales is None else scales.shape[1] * scales.element_size(),
             has_weights=request.topk_weights is not None,
             has_stats=request.stats is not None and not cached,
+            copies_idx=request.do_handle_copy and not cached,
             cached=cached,
             fill_tail=not exact,
             host_counts=request.do_cpu_sync,

@@ -123,30 +123,22 @@ def build(spec: CombineSpec) -> Any:
             stage = T.alloc_shared(stage_shape, spec.dtype, scope="shared.dyn")
             bars = T.alloc_shared((W, spec.depth), "uint64", scope="shared")
             stage_bars = T.alloc_shared((W, spec.depth), "uint64", scope="shared")
+            slot_item = T.alloc_shared((W, spec.depth), "int32", scope="shared")  # what the chunk in a slot belongs to
             flags = T.alloc_shared((3,), "int32", scope="shared")  # a wait gave up; last to stage; last to leave
 
             tid = T.get_thread_binding()
-            begin = T.alloc_var("int32")
-            end = T.alloc_var("int32")
-            share = T.alloc_var("int32")
             epoch = T.alloc_var("uint64")
             own = T.alloc_var("uint64")
             alive = T.alloc_var("int32")
             own = peers[rank]
             epoch = ep.get(own + T.uint64(spec.control.epoch), "uint64") + T.uint64(1)
-            begin = T.cast(T.int64(num_tokens) * block // num_blocks, "int32")
-            end = T.cast(T.int64(num_tokens) * (block + 1) // num_blocks, "int32")
-            share = T.ceildiv(end - begin, W)
-            begin = T.min(begin + tid // 32 * share, end)  # from here on the warp's tokens, not the block's
-            end = T.min(begin + share, end)
-
             c = SimpleNamespace(
                 peers=peers, y=ep.u64(y), y_weights=ep.u64(y_weights), bias_0=ep.u64(bias_0), bias_1=ep.u64(bias_1), topk_idx=ep.u64(topk_idx), rows=ep.u64(rows),
                 sources=ep.u64(sources), counts=ep.u64(counts), out=ep.u64(out), out_weights=ep.u64(out_weights), status=ep.u64(status), rank=rank,
                 capacity=capacity, rows_at=rows_at, weights_at=weights_at, timeout_ns=ep.u64(timeout_ns),
                 num_blocks=num_blocks, block=block, tid=tid, warp=tid // 32, lane=tid % 32, own=own, epoch=epoch,
-                begin=begin, end=end, stage=stage, bars=bars,
-                stage_bars=stage_bars, flags=flags,
+                num_tokens=num_tokens, taken=own + T.uint64(spec.control.taken), stage=stage, bars=bars,
+                stage_bars=stage_bars, slot_item=slot_item, flags=flags,
             )  # fmt: skip
             _prepare(spec, c)
             if spec.staged or spec.has_weights:
@@ -330,128 +322,133 @@ def _row_address(s: CombineSpec, c: SimpleNamespace, source: ep.Expr) -> ep.Expr
 
 
 @T.macro
+def _take(c, item):
+    """`item[0]`: the next piece of this rank's work, for whichever warp gets to it. SMs differ in the bandwidth they get."""
+    item[0] = 0
+    if c.lane == 0:
+        item[0] = ep.add_relaxed(c.taken, 1)
+    item[0] = T.shfl_sync(item[0], 0)
+
+
+@T.macro
 def _load_sources(s, c, token, source, number):
-    """Sets, per lane, the row that selection `lane` of the token pulls first from a new rank, and how many there are."""
+    """Sets, per lane, the row that the token pulls as its `lane`th, and how many there are. -1 and 0 past the last token."""
     source[0] = -1
-    if T.And(c.lane < s.num_topk, token < c.end):
+    if T.And(c.lane < s.num_topk, token < c.num_tokens):
         source[0] = ep.get(ep.at(c.sources, T.int64(token) * s.num_topk + c.lane, 4), "int32")
     number[0] = T.cast(T.popcount(T.cast(T.ballot_sync(source[0] >= 0), "uint32")), "int32")
 
 
 @T.macro
-def _issue(s, c, cur, slot):
-    """Fetch the chunk at the cursor into `slot` and move the cursor: destinations first, then chunks, then tokens. Past the
-    last token it does nothing.
-    """
-    source = T.alloc_var("int32")
-    here = T.alloc_var("bool")
-    here = cur.token[0] < c.end
-    if here:
-        source = T.shfl_sync(cur.source[0], cur.dest[0])
-        if c.lane == 0:
-            ep.fetch(
-                c.stage[c.warp, slot, 0],
-                _row_address(s, c, source) + ep.u64(cur.chunk[0] * s.chunk_bytes),
-                T.if_then_else(cur.chunk[0] == s.num_chunks - 1, s.last_chunk, s.chunk_bytes),
-                c.bars[c.warp, slot],
-            )
-        cur.dest[0] = cur.dest[0] + 1
-    here = T.And(here, cur.dest[0] == cur.number[0])
-    if here:
-        cur.dest[0] = 0
-        cur.chunk[0] = cur.chunk[0] + 1
-    here = T.And(here, cur.chunk[0] == s.num_chunks)
-    if here:
-        _seek(s, c, cur, cur.token[0] + 1)
+def _seek(s, c, cur, acc, value):
+    """Take the next item, a chunk of a token's row, that has rows to pull. One that has none is finished here."""
+    cur.dest[0] = 0
+    _take(c, cur.item)
+    _load_sources(s, c, cur.item[0] // s.num_chunks, cur.source, cur.number)
+    while T.And(cur.item[0] < c.num_tokens * s.num_chunks, cur.number[0] == 0):
+        _start_sum(s, c, cur.item[0], acc, value)
+        _write_sum(s, c, cur.item[0], acc, value)
+        _take(c, cur.item)
+        _load_sources(s, c, cur.item[0] // s.num_chunks, cur.source, cur.number)
 
 
 @T.macro
-def _seek(s, c, cur, token):
-    """Put the cursor on the first chunk of the first token, from `token` on, that has a destination."""
-    cur.chunk[0] = 0
-    cur.dest[0] = 0
-    cur.token[0] = token
-    _load_sources(s, c, cur.token[0], cur.source, cur.number)
-    while T.And(cur.token[0] < c.end, cur.number[0] == 0):
-        cur.token[0] = cur.token[0] + 1
-        _load_sources(s, c, cur.token[0], cur.source, cur.number)
+def _issue(s, c, cur, slot, acc, value):
+    """Fetch the chunk of the cursor's next row into `slot` and move the cursor on. Past the last item it does nothing."""
+    source = T.alloc_var("int32")
+    here = T.alloc_var("bool")
+    here = cur.item[0] < c.num_tokens * s.num_chunks
+    if here:
+        source = T.shfl_sync(cur.source[0], cur.dest[0])
+        if c.lane == 0:
+            c.slot_item[c.warp, slot] = cur.item[0]
+            ep.fetch(
+                c.stage[c.warp, slot, 0],
+                _row_address(s, c, source) + ep.u64(cur.item[0] % s.num_chunks * s.chunk_bytes),
+                _chunk_size(s, cur.item[0]),
+                c.bars[c.warp, slot],
+            )
+        cur.issued[0] = cur.issued[0] + 1
+        cur.dest[0] = cur.dest[0] + 1
+    here = T.And(here, cur.dest[0] == cur.number[0])
+    if here:
+        _seek(s, c, cur, acc, value)
 
 
 @T.macro
 def _reduce_bulk(s, c):
-    """3. Pull and reduce. Chunks pass through a ring in the warp's shared memory, fetched `depth` ahead of the sum; the
-    slot of a chunk is fetched into again only after every lane has read it.
+    """3. Pull and reduce. Chunks pass through a ring in the warp's shared memory, fetched `depth` ahead of the sum; the slot
+    of a chunk is fetched into again only after every lane has read it.
     """
     V = s.vector
-    token = T.alloc_var("int32")
-    chunk = T.alloc_var("int32")
+    item = T.alloc_var("int32")
     dest = T.alloc_var("int32")
     slot = T.alloc_var("int32")
     parity = T.alloc_var("int32")
+    summed = T.alloc_var("int32")  # rows' chunks
     source = T.alloc_local((1,), "int32")
     number = T.alloc_local((1,), "int32")
     acc = T.alloc_local((s.lane_vectors * V,), "float32")
+    scratch = T.alloc_local((s.lane_vectors * V,), "float32")
     value = T.alloc_local((V,), s.dtype)
-    ahead_token = T.alloc_local((1,), "int32")
-    ahead_chunk = T.alloc_local((1,), "int32")
+    ahead_item = T.alloc_local((1,), "int32")
     ahead_dest = T.alloc_local((1,), "int32")
     ahead_source = T.alloc_local((1,), "int32")
     ahead_number = T.alloc_local((1,), "int32")
-    cur = SimpleNamespace(
-        token=ahead_token, chunk=ahead_chunk, dest=ahead_dest, source=ahead_source, number=ahead_number
-    )
-    _seek(s, c, cur, c.begin)
-    for i in T.serial(s.depth):
-        _issue(s, c, cur, i)
+    issued = T.alloc_local((1,), "int32")
+    cur = SimpleNamespace(item=ahead_item, dest=ahead_dest, source=ahead_source, number=ahead_number, issued=issued)
+    issued[0] = 0
+    summed = 0
     slot = 0
     parity = 0
-    token = c.begin
-    while token < c.end:
-        _load_sources(s, c, token, source, number)
-        chunk = 0
-        while chunk < s.num_chunks:
-            _start_sum(s, c, token, chunk, acc, value)
-            dest = 0
-            while dest < number[0]:
-                ep.barrier_wait(c.bars[c.warp, slot], parity)
-                for v in T.unroll(s.lane_vectors):
-                    if _holds(s, c, chunk, v):
-                        for i in T.vectorized(V):
-                            value[i] = c.stage[c.warp, slot, (v * 32 + c.lane) * V + i]
-                        for i in T.unroll(V):
-                            acc[v * V + i] = acc[v * V + i] + T.cast(value[i], "float32")
-                T.sync_warp()
-                _issue(s, c, cur, slot)
-                slot = slot + 1
-                if slot == s.depth:
-                    slot = 0
-                    parity = 1 - parity
-                dest = dest + 1
+    _seek(s, c, cur, scratch, value)
+    for i in T.serial(s.depth):
+        _issue(s, c, cur, i, scratch, value)
+    while summed < issued[0]:
+        T.sync_warp()
+        item = c.slot_item[c.warp, slot]
+        _load_sources(s, c, item // s.num_chunks, source, number)
+        _start_sum(s, c, item, acc, value)
+        dest = 0
+        while dest < number[0]:
+            ep.barrier_wait(c.bars[c.warp, slot], parity)
             for v in T.unroll(s.lane_vectors):
-                if _holds(s, c, chunk, v):
+                if _holds(s, c, item, v):
                     for i in T.vectorized(V):
-                        value[i] = T.cast(acc[v * V + i], s.dtype)
-                    ep.put_from(_vector_address(s, c, c.out, token, chunk, v), value[0], 16)
-            chunk = chunk + 1
-        token = token + 1
+                        value[i] = c.stage[c.warp, slot, (v * 32 + c.lane) * V + i]
+                    for i in T.unroll(V):
+                        acc[v * V + i] = acc[v * V + i] + T.cast(value[i], "float32")
+            T.sync_warp()
+            _issue(s, c, cur, slot, scratch, value)
+            summed = summed + 1
+            slot = slot + 1
+            if slot == s.depth:
+                parity = 1 - parity
+            slot = slot % s.depth
+            dest = dest + 1
+        _write_sum(s, c, item, acc, value)
 
 
-def _holds(s: CombineSpec, c: SimpleNamespace, chunk: ep.Expr, v: ep.Expr) -> ep.Expr:
+def _chunk_size(s: CombineSpec, item: ep.Expr) -> ep.Expr:
+    if s.last_chunk == s.chunk_bytes:
+        return s.chunk_bytes
+    return T.if_then_else(item % s.num_chunks == s.num_chunks - 1, s.last_chunk, s.chunk_bytes)
+
+
+def _holds(s: CombineSpec, c: SimpleNamespace, item: ep.Expr, v: ep.Expr) -> ep.Expr:
     """Whether this lane's vector `v` of the chunk exists. Known when tracing wherever chunks are full."""
     if s.last_chunk == s.chunk_bytes and s.chunk_bytes % 512 == 0:
         return True
-    size = T.if_then_else(chunk == s.num_chunks - 1, s.last_chunk, s.chunk_bytes)
-    return (v * 32 + c.lane) * 16 < size
+    return (v * 32 + c.lane) * 16 < _chunk_size(s, item)
 
 
-def _vector_address(
-    s: CombineSpec, c: SimpleNamespace, base: ep.Expr, token: ep.Expr, chunk: ep.Expr, v: ep.Expr
-) -> ep.Expr:
-    return ep.at(base, token, s.row_bytes) + ep.u64(chunk * s.chunk_bytes + (v * 32 + c.lane) * 16)
+def _vector_address(s: CombineSpec, c: SimpleNamespace, base: ep.Expr, item: ep.Expr, v: ep.Expr) -> ep.Expr:
+    start = item % s.num_chunks * s.chunk_bytes
+    return ep.at(base, item // s.num_chunks, s.row_bytes) + ep.u64(start + (v * 32 + c.lane) * 16)
 
 
 @T.macro
-def _start_sum(s, c, token, chunk, acc, value):
+def _start_sum(s, c, item, acc, value):
     """The accumulator of this lane's part of a chunk: the first bias or zero, plus the second bias."""
     V = s.vector
     for v in T.unroll(s.lane_vectors):
@@ -459,16 +456,27 @@ def _start_sum(s, c, token, chunk, acc, value):
             acc[v * V + i] = 0.0
     if s.num_bias > 0:
         for v in T.unroll(s.lane_vectors):
-            if _holds(s, c, chunk, v):
-                ep.get_into(value[0], _vector_address(s, c, c.bias_0, token, chunk, v), 16)
+            if _holds(s, c, item, v):
+                ep.get_into(value[0], _vector_address(s, c, c.bias_0, item, v), 16)
                 for i in T.unroll(V):
                     acc[v * V + i] = T.cast(value[i], "float32")
     if s.num_bias > 1:
         for v in T.unroll(s.lane_vectors):
-            if _holds(s, c, chunk, v):
-                ep.get_into(value[0], _vector_address(s, c, c.bias_1, token, chunk, v), 16)
+            if _holds(s, c, item, v):
+                ep.get_into(value[0], _vector_address(s, c, c.bias_1, item, v), 16)
                 for i in T.unroll(V):
                     acc[v * V + i] = acc[v * V + i] + T.cast(value[i], "float32")
+
+
+@T.macro
+def _write_sum(s, c, item, acc, value):
+    """Round this lane's part of a chunk, once, and write it."""
+    V = s.vector
+    for v in T.unroll(s.lane_vectors):
+        if _holds(s, c, item, v):
+            for i in T.vectorized(V):
+                value[i] = T.cast(acc[v * V + i], s.dtype)
+            ep.put_from(_vector_address(s, c, c.out, item, v), value[0], 16)
 
 
 @T.macro
@@ -483,8 +491,10 @@ def _reduce_warp(s, c):
     source = T.alloc_local((1,), "int32")
     number = T.alloc_local((1,), "int32")
     value = T.alloc_local((1,), s.dtype)
-    token = c.begin
-    while token < c.end:
+    taken = T.alloc_local((1,), "int32")
+    _take(c, taken)
+    token = taken[0]
+    while token < c.num_tokens:
         _load_sources(s, c, token, source, number)
         element = c.lane
         while element - c.lane < s.hidden:
@@ -507,7 +517,8 @@ def _reduce_warp(s, c):
                 value[0] = T.cast(total, s.dtype)
                 ep.put_from(ep.at(c.out, T.int64(token) * s.hidden + element, B), value[0], B)
             element = element + 32
-        token = token + 1
+        _take(c, taken)
+        token = taken[0]
 
 
 @T.macro
@@ -518,8 +529,8 @@ def _return_weights(s, c):
     row = T.alloc_var("int32")
     expert = T.alloc_var("int32")
     weight = T.alloc_var("float32")
-    entry = T.int64(c.begin) * K + c.lane
-    while entry < T.int64(c.end) * K:
+    entry = T.int64(c.block * s.threads + c.tid)
+    while entry < T.int64(c.num_tokens) * K:
         row = ep.get(ep.at(c.rows, entry, 4), "int32")
         weight = T.float32(0)
         if row >= 0:
@@ -532,7 +543,7 @@ def _return_weights(s, c):
                 "float32",
             )  # fmt: skip
         ep.put(ep.at(c.out_weights, entry, 4), weight, "float32")
-        entry = entry + T.int64(32)
+        entry = entry + T.int64(c.num_blocks * s.threads)
 
 
 @T.macro
@@ -551,5 +562,6 @@ def _leave(s, c):
             ep.store_release(ep.at(c.peers[i] + T.uint64(s.control.read_done), c.rank, 8), ep.tagged(c.epoch, 0))
             i = i + s.threads
         if c.tid == 0:
+            ep.put(c.taken, 0, "uint32")
             ep.put(c.own + T.uint64(s.control.combine_epoch), c.epoch, "uint64")
             ep.put(c.own + T.uint64(s.control.epoch), c.epoch, "uint64")

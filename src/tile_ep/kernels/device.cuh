@@ -28,18 +28,16 @@ EP_DEVICE uint32_t ep_atomic_add_acq_rel_gpu(uint64_t address, uint32_t value) {
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(address), "r"(value) : "memory");
   return old;
 }
-EP_DEVICE void ep_atomic_add_relaxed_gpu(uint64_t address, uint32_t value) {
-  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+EP_DEVICE uint32_t ep_atomic_add_relaxed_gpu(uint64_t address, uint32_t value) {
+  uint32_t old;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(address), "r"(value) : "memory");
+  return old;
 }
 EP_DEVICE void ep_fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // -- shared memory and its barriers.
 EP_DEVICE uint32_t ep_shared_address(const void *pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-// Counter in shared memory: its value before the addition. Unordered.
-EP_DEVICE uint32_t ep_shared_add(const void *counter, uint32_t value) {
-  return atomicAdd(const_cast<uint32_t *>(reinterpret_cast<const uint32_t *>(counter)), value);
 }
 // Makes initialised barriers visible to the copy engine. Call it once, then synchronise the block.
 EP_DEVICE void ep_mbarrier_init(uint32_t barrier, uint32_t arrivals) {

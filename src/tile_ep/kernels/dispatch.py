@@ -40,6 +40,7 @@ class DispatchSpec:
     scale_bytes: int  # of a row, 0 without scales
     has_weights: bool
     has_stats: bool
+    copies_idx: bool  # the handle keeps a copy of topk_idx
     cached: bool
     fill_tail: bool  # no host synchronisation: mark the rows past the count
     host_counts: bool  # host synchronisation: tell the host the counts as soon as they are known
@@ -84,10 +85,12 @@ def build(spec: DispatchSpec) -> Any:
         peers: T.Tensor((R,), "uint64"),  # address of every rank's region. All addresses below are int64, since
         # TileLang launches take no uint64
         topk_idx: T.int64,  # [T, K] index_dtype
+        idx_copy: T.int64,  # the same, written
         topk_weights: T.int64,  # [T, K] fp32
         x: T.int64,  # [T, data_bytes]
         x_scales: T.int64,  # [T, scale_bytes]
-        rows: T.int64,  # [T, K] int32: row at the rank of selection k, or -1. Cached: read, else written
+        rows: T.int64,  # [T, K] int32: row at the rank of selection k, or -1. Cached: read; else written, and on the
+        # way -2 - r where only r, the row among those from the same block, is known
         sources: T.int64,  # [T, K] int32: rank * capacity + row of each destination in first-named order, -1 after
         counts: T.int64,  # int32: psum over ranks [R], psum over experts [E_local], real counts [E_local]
         src_metadata: T.int64,  # [capacity, 2] int32, a copy that outlives the slot
@@ -112,7 +115,7 @@ def build(spec: DispatchSpec) -> Any:
             T.import_source(ep.leaves())
             stage = T.alloc_shared(stage_shape, "uint8", scope="shared.dyn")
             bars = T.alloc_shared((W, spec.depth), "uint64", scope="shared")
-            base = T.alloc_shared((W, R), "int32", scope="shared")  # [warp, destination]: see stages 1 and 2
+            base = T.alloc_shared((W, R), "int32", scope="shared")  # [warp, destination]: see stage 1
             totals = T.alloc_shared((R + spec.num_experts,), "int32", scope="shared")
             count = T.alloc_shared((R, R), "int32", scope="shared")  # [source, destination]
             peer_slot = T.alloc_shared((R,), "int32", scope="shared")
@@ -136,14 +139,14 @@ def build(spec: DispatchSpec) -> Any:
             share = T.max(T.ceildiv(block_end - block_begin, W), 1)
 
             c = SimpleNamespace(
-                peers=peers, topk_idx=ep.u64(topk_idx), topk_weights=ep.u64(topk_weights), x=ep.u64(x), x_scales=ep.u64(x_scales), rows=ep.u64(rows),
+                peers=peers, topk_idx=ep.u64(topk_idx), idx_copy=ep.u64(idx_copy), topk_weights=ep.u64(topk_weights), x=ep.u64(x), x_scales=ep.u64(x_scales), rows=ep.u64(rows),
                 sources=ep.u64(sources), counts=ep.u64(counts), src_metadata=ep.u64(src_metadata), stats=ep.u64(stats), host=ep.u64(host), status=ep.u64(status),
-                rank=rank, max_tokens=max_tokens, alignment=alignment, slot=slot, slots_at=slots_at,
+                rank=rank, num_tokens=num_tokens, max_tokens=max_tokens, alignment=alignment, slot=slot, slots_at=slots_at,
                 slot_bytes=slot_bytes, scales_at=scales_at, idx_at=idx_at, weights_at=weights_at, source_at=source_at,
                 timeout_ns=ep.u64(timeout_ns), num_blocks=num_blocks, block=block, tid=tid, warp=tid // 32,
                 lane=tid % 32, own=own, epoch=epoch, begin=block_begin, end=block_end, share=share, stage=stage, bars=bars, base=base,
                 totals=totals, count=count, peer_slot=peer_slot, local_count=local_count, start=start, flags=flags,
-                words=own + T.uint64(spec.control.words),
+                words=own + T.uint64(spec.control.words), taken=own + T.uint64(spec.control.taken),
             )  # fmt: skip
             _prepare(spec, c)
             if spec.cached:
@@ -174,7 +177,7 @@ def build(spec: DispatchSpec) -> Any:
 @T.macro
 def _prepare(s, c):
     i = T.alloc_var("int32")
-    if c.tid < 4:
+    if c.tid < 3:
         c.flags[c.tid] = 0
     if s.bulk:
         if c.tid == 0:
@@ -210,9 +213,8 @@ def first_expert(rank: ep.Expr, partition: ExpertPartition) -> ep.Expr:
 
 @T.macro
 def _count(s, c):
-    """1. Count. Afterwards base[warp, d] holds the tokens that earlier warps of this block have for d, rows[t, k] how
-    many of the warp's earlier tokens share the destination of k, and the block's tallies are out; flags[1] is set in the
-    last block to get here, which may read the tallies of all.
+    """1. Count. Afterwards rows[t, k] is -2 - r, where r of this block's earlier tokens share the destination of k, and the
+    block's tallies are out; flags[1] is set in the last block to get here, which may read the tallies of all.
     """
     R, K = s.num_ranks, s.num_topk
     group = MAX_TOPK // K  # tokens at a time, a lane for each selection
@@ -252,6 +254,8 @@ def _count(s, c):
         row = T.shfl_sync(row, ep.first_lane(same))
         if T.And(c.lane < group * K, token < end):
             ep.put(ep.at(c.rows, T.int64(token) * K + c.lane % K, 4), row, "int32")
+            if s.copies_idx:
+                ep.put(ep.at(c.idx_copy, T.int64(token) * K + c.lane % K, s.index_bytes), raw, s.index_dtype)
         if expert >= 0:
             T.atomic_add(c.totals[R + expert], 1)
         T.sync_warp()
@@ -265,6 +269,14 @@ def _count(s, c):
             running = running + row
         c.totals[c.tid] = running
     T.sync_threads()
+    i = c.tid
+    while i < (c.end - c.begin) * K:
+        row = ep.get(ep.at(c.rows, T.int64(c.begin) * K + i, 4), "int32")
+        if row >= 0:
+            raw = _selection(s, c, c.begin, i)
+            row = row + c.base[i // K // c.share, rank_of(T.cast(raw, "int32"), s.partition)]
+            ep.put(ep.at(c.rows, T.int64(c.begin) * K + i, 4), -2 - row, "int32")
+        i = i + s.threads
     i = c.tid
     while i < s.columns:
         ep.put(_tally(s, c, c.block, i), c.totals[i], "int32")
@@ -281,18 +293,22 @@ def _selection(s: DispatchSpec, c: SimpleNamespace, token: ep.Expr, k: ep.Expr) 
 
 
 @T.macro
-def _sum_tallies(s, c, column, num_blocks, total):
-    """`total[0]`: the tallies of the first `num_blocks` blocks. Eight loads are in flight at a time."""
+def _scan_tallies(s, c, column, total):
+    """`total[0]`: the tallies of all blocks. Those of destinations become sums over earlier blocks. Eight loads are in flight
+    at a time.
+    """
     b = T.alloc_var("int32")
     part = T.alloc_local((8,), "int32")
     total[0] = 0
     b = 0
-    while b < num_blocks:
+    while b < c.num_blocks:
         for j in T.unroll(8):
             part[j] = 0
-            if b + j < num_blocks:
+            if b + j < c.num_blocks:
                 part[j] = ep.get(_tally(s, c, b + j, column), "int32")
         for j in T.unroll(8):
+            if T.And(column < s.num_ranks, b + j < c.num_blocks):
+                ep.put(_tally(s, c, b + j, column), total[0], "int32")
             total[0] = total[0] + part[j]
         b = b + 8
 
@@ -303,7 +319,7 @@ def _tally(s: DispatchSpec, c: SimpleNamespace, block: ep.Expr, column: ep.Expr)
 
 @T.macro
 def _send_counts(s, c):
-    """2a. Exchange, sending: one block sends this rank's totals. A word with the current epoch also says that its sender
+    """2a. Exchange, sending: one block sends this rank's totals, and leaves to the others where each block's rows start. A word with the current epoch also says that its sender
     has entered, and word 0 names the slot that may be written.
     """
     R = s.num_ranks
@@ -317,7 +333,7 @@ def _send_counts(s, c):
     if last == 1:
         i = c.tid
         while i < s.columns:
-            _sum_tallies(s, c, i, c.num_blocks, total)
+            _scan_tallies(s, c, i, total)
             c.totals[i] = total[0]
             i = i + s.threads
         T.sync_threads()
@@ -434,33 +450,15 @@ def _report_counts(s, c):
 
 @T.macro
 def _place_rows(s, c):
-    """2c. rows[t, k] becomes the final row of token t at the rank of selection k: rows of earlier sources come first, then
-    those of earlier blocks, then those of earlier warps, whose sum is base[warp, d].
-    """
+    """2c. start[d]: the first row of this rank at d, after the rows of earlier ranks."""
     i = T.alloc_var("int32")
-    row = T.alloc_var("int32")
-    raw = T.alloc_var("int64")
-    total = T.alloc_local((1,), "int32")
+    running = T.alloc_var("int32")
     i = c.tid
     while i < s.num_ranks:
-        _sum_tallies(s, c, i, c.block, total)
+        running = 0
         for source in T.serial(c.rank):
-            total[0] = total[0] + c.count[source, i]
-        c.start[i] = total[0]
-        i = i + s.threads
-    T.sync_threads()
-    i = c.tid
-    while i < s.num_warps * s.num_ranks:
-        c.base[i // s.num_ranks, i % s.num_ranks] = c.base[i // s.num_ranks, i % s.num_ranks] + c.start[i % s.num_ranks]
-        i = i + s.threads
-    T.sync_threads()
-    i = c.tid
-    while i < (c.end - c.begin) * s.num_topk:
-        row = ep.get(ep.at(c.rows, T.int64(c.begin) * s.num_topk + i, 4), "int32")
-        if row >= 0:
-            raw = _selection(s, c, c.begin, i)
-            row = row + c.base[i // s.num_topk // c.share, rank_of(T.cast(raw, "int32"), s.partition)]
-            ep.put(ep.at(c.rows, T.int64(c.begin) * s.num_topk + i, 4), row, "int32")
+            running = running + c.count[source, i]
+        c.start[i] = running
         i = i + s.threads
     T.sync_threads()
 
@@ -511,17 +509,19 @@ def _address_token(s, c, token, part, to):
     weight = T.alloc_var("float32")
     mask = T.alloc_var("uint32")
     region = T.alloc_var("uint64")
+    counted_by = T.alloc_var("int32")
     raw = T.int64(-1)
     row = -1
     weight = T.float32(0)
+    counted_by = T.cast((T.int64(token + 1) * c.num_blocks - 1) // T.int64(c.num_tokens), "int32")
     if c.lane < K:
         raw = _selection(s, c, token, c.lane)
         row = ep.get(ep.at(c.rows, T.int64(token) * K + c.lane, 4), "int32")
     if s.has_weights:
         if T.And(c.lane < K, part == 0):
             weight = ep.get(ep.at(c.topk_weights, T.int64(token) * K + c.lane, 4), "float32")
-    expert = T.if_then_else(row >= 0, T.cast(raw, "int32"), -1)
-    dest = T.if_then_else(row >= 0, rank_of(expert, s.partition), -1)
+    expert = T.if_then_else(row != -1, T.cast(raw, "int32"), -1)
+    dest = T.if_then_else(row != -1, rank_of(expert, s.partition), -1)
     same = T.match_any_sync(T.if_then_else(dest >= 0, dest, -1 - c.lane))
     leads = T.And(dest >= 0, ep.lanes_below(same, c.lane) == 0)
     mask = T.ballot_sync(leads)
@@ -529,6 +529,11 @@ def _address_token(s, c, token, part, to):
     if dest >= 0:
         region = _slot(c, c.peers[dest], c.peer_slot[dest])
     if not s.cached:
+        if row < -1:
+            row = -2 - row + c.start[dest] + ep.get(_tally(s, c, counted_by, dest), "int32")
+    if not s.cached:
+        if T.And(dest >= 0, part == 0):
+            ep.put(ep.at(c.rows, T.int64(token) * K + c.lane, 4), row, "int32")
         if T.And(leads, part == 0):
             ep.put(
                 ep.at(c.sources, T.int64(token) * K + ep.lanes_below(mask, c.lane), 4),
@@ -569,14 +574,26 @@ def _address_token(s, c, token, part, to):
 
 
 @T.macro
+def _take(c, item):
+    """`item[0]`: the next piece of this rank's work, for whichever warp gets to it. SMs differ in the bandwidth they get."""
+    item[0] = 0
+    if c.lane == 0:
+        item[0] = ep.add_relaxed(c.taken, 1)
+    item[0] = T.shfl_sync(item[0], 0)
+
+
+@T.macro
 def _scatter_warp(s, c):
     """3. Scatter, by the warp: any row size and alignment."""
     token = T.alloc_var("int32")
+    taken = T.alloc_local((1,), "int32")
     to = T.alloc_local((1,), "uint64")
-    token = c.begin + c.warp
-    while token < c.end:
+    _take(c, taken)
+    token = taken[0]
+    while token < c.num_tokens:
         _address_token(s, c, token, 0, to)
-        token = token + s.num_warps
+        _take(c, taken)
+        token = taken[0]
 
 
 @T.macro
@@ -590,7 +607,7 @@ def _scatter_bulk(s, c):
     items = T.alloc_var("int32")
     to = T.alloc_local((1,), "uint64")
     taken = T.alloc_local((1,), "int32")
-    items = (c.end - c.begin) * s.num_chunks
+    items = c.num_tokens * s.num_chunks
     turn = 0
     _take_chunk(s, c, turn, taken, to)
     item = taken[0]
@@ -611,25 +628,21 @@ def _chunk_size(s: DispatchSpec, part: ep.Expr) -> ep.Expr:
 
 @T.macro
 def _take_chunk(s, c, turn, item, to):
-    """The warp's next chunk: `item[0]` of the block's, fetched into the memory of its turn, and where it goes."""
+    """The warp's next chunk: `item[0]` of the rank's, fetched into the memory of its turn, and where it goes."""
     here = T.alloc_var("bool")
-    item[0] = 0
-    if c.lane == 0:
-        item[0] = ep.shared_add(c.flags[3], 1)
-    item[0] = T.shfl_sync(item[0], 0)
-    here = item[0] < (c.end - c.begin) * s.num_chunks
+    _take(c, item)
+    here = item[0] < c.num_tokens * s.num_chunks
     if here:
         ep.push_wait_read(s.depth - 1)
         T.sync_warp()
         if c.lane == 0:
             ep.fetch(
                 c.stage[c.warp, turn % s.depth, 0],
-                ep.at(c.x, c.begin + item[0] // s.num_chunks, s.data_bytes)
-                + ep.u64(item[0] % s.num_chunks * s.chunk_bytes),
+                ep.at(c.x, item[0] // s.num_chunks, s.data_bytes) + ep.u64(item[0] % s.num_chunks * s.chunk_bytes),
                 _chunk_size(s, item[0] % s.num_chunks),
                 c.bars[c.warp, turn % s.depth],
             )
-        _address_token(s, c, c.begin + item[0] // s.num_chunks, item[0] % s.num_chunks, to)
+        _address_token(s, c, item[0] // s.num_chunks, item[0] % s.num_chunks, to)
 
 
 @T.macro
@@ -637,6 +650,7 @@ def _finish(s, c):
     """4. Finish. Rows are written, then fenced, then counted in; the last block tells every peer and waits for them."""
     i = T.alloc_var("int32")
     received = T.alloc_var("int32")
+    share = T.alloc_var("int32")
     last = T.alloc_var("int32")
     arrived = T.alloc_var("int32")
     got = T.alloc_var("int64")
@@ -662,13 +676,16 @@ def _finish(s, c):
         arrived = T.if_then_else(c.flags[0] == 0, 1, 0)
         if arrived == 1:
             if not s.cached:
-                received = ep.get(ep.at(c.counts, s.num_ranks - 1, 4), "int32")
-                i = c.tid
-                while i < received:
-                    ep.put(
-                        ep.at(c.src_metadata, i, 8),
-                        ep.get(ep.at(_slot(c, c.own, c.slot) + ep.u64(c.source_at), i, 8), "uint64"), "uint64",
-                    )  # fmt: skip
-                    i = i + s.threads
+                received = 0
+                for source in T.serial(s.num_ranks):
+                    received = received + c.count[source, c.rank]
+                share = T.ceildiv(received, 2 * s.num_warps) * 2  # rows of a warp, in 16 bytes
+                i = T.min(c.warp * share, received)
+                ep.copy_warp(
+                    ep.at(c.src_metadata, i, 8),
+                    ep.at(_slot(c, c.own, c.slot) + ep.u64(c.source_at), i, 8),
+                    T.int64(8) * (T.min(i + share, received) - i),
+                )
             if c.tid == 0:
+                ep.put(c.taken, 0, "uint32")
                 ep.put(c.own + T.uint64(s.control.epoch), c.epoch, "uint64")

@@ -3,9 +3,9 @@
 
 // ---------------------------------------------------------------- copies by a warp, any size and alignment
 
-// `units` elements of T from `source` to `address`, both aligned to T, four loads in flight per lane.
+// `units` elements of T from `source` to `address`, both aligned to T, eight loads in flight per lane.
 template <typename T> EP_DEVICE void ep_copy_units(uint64_t address, uint64_t source, uint64_t units, int lane) {
-  constexpr int kInFlight = 4;
+  constexpr int kInFlight = 8;
   uint64_t i = lane;
   for (; i + 32 * (kInFlight - 1) < units; i += 32 * kInFlight) {
     T value[kInFlight];
@@ -62,9 +62,9 @@ EP_DEVICE int64_t ep_wait_tag(uint64_t address, uint64_t epoch, uint64_t status,
 // ---------------------------------------------------------------- the grid
 
 // Called by one thread of each block, after the block synchronised. True in the block that arrives last; what every block
-// did before its arrival is then visible to it. The counter is back at zero for the next use.
+// did before its arrival is then visible to it, within this device: what peers shall see too is fenced by whoever wrote
+// it. The counter is back at zero for the next use.
 EP_DEVICE int ep_arrive_last(uint64_t counter, uint32_t num_blocks) {
-  ep_fence_sys();
   const bool last = ep_atomic_add_acq_rel_gpu(counter, 1) == num_blocks - 1;
   if (last) ep_store<uint32_t>(counter, 0);
   return last;

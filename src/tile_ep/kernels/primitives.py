@@ -94,18 +94,16 @@ def wait_tag(address: Expr, epoch: Expr, status: Expr, phase: int, peer: Expr, t
 
 
 def arrive_last(counter: Expr, num_blocks: Expr) -> Expr:
-    """Arrival of a block, by one thread after a block barrier. 1 in the block that completes the grid."""
+    """Arrival of a block, by one thread after a block barrier. 1 in the block that completes the grid.
+
+    Orders within this device; what peers shall see is fenced by whoever wrote it, before the block barrier.
+    """
     return T.call_extern("int32", "ep_arrive_last", counter, T.cast(num_blocks, "uint32"))
 
 
 def add_relaxed(address: Expr, value: Expr) -> Expr:
-    """Add to a 32-bit counter of this rank, unordered."""
-    return T.call_extern("handle", "ep_atomic_add_relaxed_gpu", address, T.cast(value, "uint32"))
-
-
-def shared_add(counter: Expr, value: Expr) -> Expr:
-    """Add to a 32-bit counter in shared memory, unordered; its value before."""
-    return T.cast(T.call_extern("uint32", "ep_shared_add", T.address_of(counter), T.cast(value, "uint32")), "int32")
+    """Add to a 32-bit counter of this rank, unordered; its value before."""
+    return T.cast(T.call_extern("uint32", "ep_atomic_add_relaxed_gpu", address, T.cast(value, "uint32")), "int32")
 
 
 def fence() -> Expr:
