@@ -1,0 +1,278 @@
+// The simulation engine: runs kernels compiled against include/ on all ranks, in one thread, from a seed.
+#include <csetjmp>
+#include <csignal>
+#include <pthread.h>
+
+#include "schedule.h"
+
+extern "C" {
+
+struct SimLaunch {
+  int32_t rank, num_blocks, num_threads;
+  uint32_t static_shared, dynamic_shared;
+  void (*entry)(const uint64_t *);
+  const uint64_t *arguments;
+};
+
+struct SimRegion {
+  uint64_t address, bytes;
+  const char *name;
+};
+
+struct SimSettings {
+  uint64_t seed, max_steps;
+  int32_t schedule;  // -1: drawn from the seed
+  int32_t stale_loads, poison_shared;
+};
+
+struct SimExpired {
+  int32_t rank, block, thread, phase, peer;
+  uint64_t epoch;
+};
+
+struct SimResult {
+  int32_t code;
+  uint32_t num_expired;
+  uint64_t steps, operations, landed, simulated_ns, trace;
+  char style[512];
+  char message[16384];
+  char stalled[16384];
+  SimExpired expired[256];
+};
+}
+
+static Stacks stacks;
+static SimResult *result;
+static std::vector<const SimLaunch *> launch_of_block;
+static std::vector<unsigned char> shared_memory;
+
+extern "C" void tile_ep_sim_trap(const char *what) { fail(kMisuse, "%s", what); }
+
+extern "C" void tile_ep_sim_wait_begin(int32_t phase, int32_t peer, uint64_t epoch) {
+  Thread &t = *machine.current;
+  t.phase = phase, t.peer = peer, t.epoch = epoch;
+}
+
+extern "C" void tile_ep_sim_wait_end(int64_t value) {
+  Thread &t = *machine.current;
+  if (value < 0 && result->num_expired < 256) {
+    result->expired[result->num_expired++] = {
+        t.in_block->rank, static_cast<int32_t>(t.in_block->index), static_cast<int32_t>(t.thread.x), t.phase, t.peer,
+        t.epoch};
+  }
+  t.phase = -1;
+}
+
+static void thread_main() {
+  Thread &t = *machine.current;
+  const SimLaunch &launch = *launch_of_block[t.in_block->id];
+  launch.entry(launch.arguments);
+  check_exit(t);
+  ++machine.progress;
+  --machine.live;
+  t.state = kDone;
+  t.warp->ready &= ~(1u << t.lane);
+  count_out(t);
+  leave_to_scheduler(t);
+}
+
+// ---------------------------------------------------------------- setting up
+
+static void add_block(const SimLaunch &launch, uint32_t rank_index, uint32_t index) {
+  Block b{};
+  b.rank = launch.rank, b.rank_index = rank_index, b.index = index;
+  b.id = static_cast<uint32_t>(machine.blocks.size());
+  b.first = static_cast<uint32_t>(machine.threads.size());
+  b.num_threads = b.live = static_cast<uint32_t>(launch.num_threads);
+  b.static_bytes = (launch.static_shared + 1023) / 1024 * 1024;
+  b.shared_bytes = b.static_bytes + (launch.dynamic_shared + 15) / 16 * 16;
+  machine.blocks.push_back(std::move(b));
+  launch_of_block.push_back(&launch);
+  for (uint32_t i = 0; i < static_cast<uint32_t>(launch.num_threads); ++i) {
+    if (i % 32 == 0) {
+      Warp w{};
+      w.id = static_cast<uint32_t>(machine.warps.size());
+      w.index = i / 32;
+      w.first = static_cast<uint32_t>(machine.threads.size());
+      w.runnable_at = -1;
+      machine.warps.push_back(std::move(w));
+    }
+    Thread t{};
+    t.id = static_cast<uint32_t>(machine.threads.size());
+    t.lane = i % 32;
+    t.thread = {i, 0, 0};
+    t.block = {index, 0, 0};
+    t.block_dim = {static_cast<uint32_t>(launch.num_threads), 1, 1};
+    t.grid_dim = {static_cast<uint32_t>(launch.num_blocks), 1, 1};
+    t.barrier = t.phase = -1;
+    machine.threads.push_back(t);
+  }
+}
+
+// Vectors have their final size: set the pointers between them, give out memory, make everything runnable.
+static void connect(bool poison) {
+  size_t bytes = 1024;
+  for (const Block &b : machine.blocks) bytes += 2 * ((b.shared_bytes + 1023u) / 1024 * 1024);
+  if (shared_memory.size() < bytes) shared_memory.resize(bytes);
+  memset(shared_memory.data(), poison ? 0xA5 : 0, bytes);
+  unsigned char *next = shared_memory.data();
+  next += -reinterpret_cast<uintptr_t>(next) & 1023;
+  uint32_t warp = 0;
+  for (Block &b : machine.blocks) {
+    b.shared = next;
+    b.engine_view = next += (b.shared_bytes + 1023u) / 1024 * 1024;
+    next += (b.shared_bytes + 1023u) / 1024 * 1024;
+    b.view_fence.assign(b.shared_bytes / 16, 0);
+    for (uint32_t i = 0; i < b.num_threads; ++i) {
+      Thread &t = machine.threads[b.first + i];
+      if (i != 0 && i % 32 == 0) ++warp;
+      Warp &w = machine.warps[warp];
+      w.block = t.in_block = &b;
+      t.warp = &w;
+      w.live |= 1u << t.lane;
+      t.static_shared = b.shared;
+      t.dynamic_shared = b.shared + b.static_bytes;
+      unsigned char *stack = stacks.at(t.id);
+      if (stack == nullptr) fail(kResources, "no memory for the stacks of %zu threads", machine.threads.size());
+      t.context.prepare(stack, Stacks::usable(t.id), thread_main);
+      make_ready(t);
+    }
+    ++warp;
+  }
+  machine.live = static_cast<uint32_t>(machine.threads.size());
+  scheduler.next_priority = static_cast<uint32_t>(machine.warps.size());
+  for (Warp &w : machine.warps) w.priority = machine.random.below(scheduler.next_priority);
+}
+
+// Sorted and disjoint: what overlaps becomes one region under the first name.
+static void add_regions(const SimRegion *regions, int32_t num_regions) {
+  std::vector<Region> &all = memory.regions;
+  for (int32_t i = 0; i < num_regions; ++i)
+    if (regions[i].bytes != 0)
+      all.push_back({regions[i].address, regions[i].address + regions[i].bytes, regions[i].name, static_cast<uint32_t>(i), nullptr});
+  std::stable_sort(all.begin(), all.end(), [](const Region &a, const Region &b) { return a.begin < b.begin; });
+  size_t kept = 0;
+  for (size_t i = 0; i < all.size(); ++i) {
+    if (kept != 0 && all[i].begin < all[kept - 1].end) {
+      Region &last = all[kept - 1];
+      last.end = std::max(last.end, all[i].end);
+      if (all[i].id < last.id) last.id = all[i].id, last.name = all[i].name;
+    } else {
+      all[kept++] = all[i];
+    }
+  }
+  all.resize(kept);
+  for (Region &r : all) {
+    r.lines = static_cast<Line *>(calloc((r.end >> 4) - (r.begin >> 4) + 1, sizeof(Line)));
+    if (r.lines == nullptr) fail(kResources, "no memory to follow region '%s'", ordinal_name(r));
+  }
+}
+
+static void clear() {
+  for (Region &r : memory.regions) free(r.lines);
+  machine.threads.clear(), machine.warps.clear(), machine.blocks.clear(), machine.runnable.clear();
+  memory.regions.clear(), memory.stores.clear(), memory.free_stores.clear(), memory.histories.clear();
+  for (std::vector<uint32_t> &pool : memory.pools) pool.clear();
+  memset(memory.cache, 0, sizeof memory.cache);
+  memory.changes = memory.last_acquire = memory.landed = 0, memory.any_watchers = 0;
+  copies.reads.clear(), copies.loads.clear();
+  launch_of_block.clear();
+  scheduler = Scheduler{};
+  machine.current = nullptr, machine.live = 0, machine.now_ns = 1000000000;
+  machine.steps = machine.operations = machine.progress = machine.trace = 0;
+  machine.code = kOk, machine.message.clear();
+}
+
+// ---------------------------------------------------------------- faults of ordinary accesses
+
+static sigjmp_buf on_fault;
+static pthread_t simulating;
+static uint64_t fault_address;
+static int fault_signal;
+static constexpr int kSignals[] = {SIGSEGV, SIGBUS, SIGFPE};
+static struct sigaction previous_action[3];
+static unsigned char signal_stack[64 << 10];
+
+static void handle_fault(int signal, siginfo_t *info, void *) {
+  if (!pthread_equal(pthread_self(), simulating) || machine.current == nullptr) {
+    for (int i = 0; i < 3; ++i)  // not a simulated thread's: as if the simulation were not there
+      if (kSignals[i] == signal) sigaction(signal, &previous_action[i], nullptr);
+    return;
+  }
+  fault_signal = signal;
+  fault_address = reinterpret_cast<uint64_t>(info->si_addr);
+  siglongjmp(on_fault, 1);
+}
+
+static void describe_fault() {
+  const std::string who = describe(*machine.current);
+  machine.current = nullptr;
+  machine.code = kMemoryFault;
+  if (fault_signal == SIGFPE) machine.message = who + ": integer division by zero";
+  else if (stacks.is_guard(fault_address)) machine.message = who + ": the simulated thread's stack overflows";
+  else machine.message = who + ": fault of an ordinary access at " + locate(fault_address);
+}
+
+// ---------------------------------------------------------------- running
+
+static void run_to_end(const SimLaunch *launches, int32_t num_launches, const SimRegion *regions, int32_t num_regions,
+                       const SimSettings &settings) {
+  add_regions(regions, num_regions);
+  for (int32_t i = 0; i < num_launches; ++i)
+    for (int32_t index = 0; index < launches[i].num_blocks; ++index)
+      add_block(launches[i], static_cast<uint32_t>(i), static_cast<uint32_t>(index));
+  scheduler.num_ranks = static_cast<uint32_t>(num_launches);
+  connect(settings.poison_shared != 0);
+  memory.stale_loads = settings.stale_loads != 0;
+  scheduler.style = draw_style(settings.schedule);
+  snprintf(result->style, sizeof result->style, "%s", describe_style(scheduler.style).c_str());
+  while (machine.live != 0) {
+    if (machine.runnable.empty()) {
+      idle();
+      continue;
+    }
+    Warp &w = pick_warp();
+    run_turn(w);
+    remove_if_idle(w);
+    land_some();
+    if (machine.steps > settings.max_steps) {
+      machine.message = "no end after " + std::to_string(machine.steps) + " steps\n" + describe_waiting();
+      machine.code = kStepLimit;
+      throw Failure{};
+    }
+  }
+  while (land_any()) {
+  }
+}
+
+extern "C" int32_t tile_ep_sim_run(const SimLaunch *launches, int32_t num_launches, const SimRegion *regions,
+                                   int32_t num_regions, const SimSettings *settings, SimResult *out) {
+  clear();
+  result = out;
+  machine.random = Random(settings->seed);
+  simulating = pthread_self();
+  stack_t alternative{}, previous_stack;
+  alternative.ss_sp = signal_stack;
+  alternative.ss_size = sizeof signal_stack;
+  sigaltstack(&alternative, &previous_stack);
+  struct sigaction action{};
+  action.sa_sigaction = handle_fault;
+  action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+  for (int i = 0; i < 3; ++i) sigaction(kSignals[i], &action, &previous_action[i]);
+  if (sigsetjmp(on_fault, 1) == 0) {
+    try {
+      run_to_end(launches, num_launches, regions, num_regions, *settings);
+    } catch (const Failure &) {
+    }
+  } else {
+    describe_fault();
+  }
+  for (int i = 0; i < 3; ++i) sigaction(kSignals[i], &previous_action[i], nullptr);
+  sigaltstack(&previous_stack, nullptr);
+  out->code = machine.code;
+  out->steps = machine.steps, out->operations = machine.operations, out->landed = memory.landed;
+  out->simulated_ns = machine.now_ns - 1000000000, out->trace = machine.trace;
+  snprintf(out->message, sizeof out->message, "%s", machine.message.c_str());
+  snprintf(out->stalled, sizeof out->stalled, "%s", scheduler.stalled.c_str());
+  return machine.code;
+}
