@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from tile_ep.backends.base import (
     BufferConfig,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from tile_ep.errors import DisagreementError, PeerTimeoutError
 
