@@ -138,14 +138,13 @@ static void change(const Region &r, uint64_t address, const void *data, uint32_t
     line.history = static_cast<uint32_t>(memory.histories.size());
   }
   History &h = memory.histories[line.history - 1];
-  // Changes by one block that nobody has acquired yet are one burst: a stale load sees none of them.
-  if (h.writer != writer || h.changed <= memory.last_acquire) {
-    memcpy(h.before, reinterpret_cast<void *>(address & ~15ull), 16);
-    h.visible = 0;
-  }
+  const uint64_t visible = memory.changes + 1 - lead;
+  // Changes by one block, none of which anybody can have acquired yet, are one burst: a stale load sees none of them.
+  const bool burst = h.writer == writer && h.visible > memory.last_acquire && visible > memory.last_acquire;
+  if (!burst) memcpy(h.before, reinterpret_cast<void *>(address & ~15ull), 16);
   h.writer = writer;
   h.changed = ++memory.changes;
-  h.visible = h.changed - lead > h.visible ? h.changed - lead : h.visible;
+  h.visible = burst && h.visible > visible ? h.visible : visible;
   memcpy(reinterpret_cast<void *>(address), data, bytes);
   ++machine.progress;
   machine.note(uint64_t{r.id} << 40 ^ (address - r.begin));
