@@ -258,11 +258,12 @@ def _rank_rows(owners: list[torch.Tensor], num_ranks: int) -> list[torch.Tensor]
     """`[T, K]` for each source: the token's row at the rank of selection k, in (source rank, token) order."""
     rows = [torch.full(owner.shape, -1) for owner in owners]
     for rank in range(num_ranks):
-        number = 0
-        for source, owner in enumerate(owners):
-            for token in (owner == rank).any(dim=1).nonzero()[:, 0].tolist():
-                rows[source][token][owner[token] == rank] = number
-                number += 1
+        start = 0
+        for row, owner in zip(rows, owners, strict=True):
+            sent = (owner == rank).any(dim=1)
+            number = start + sent.cumsum(0) - 1
+            row.copy_(torch.where(owner == rank, number.unsqueeze(1), row))
+            start += int(sent.sum())
     return rows
 
 
@@ -316,15 +317,16 @@ def _make_handle(
                 partition, rank, num_max_tokens_per_rank, num_topk, expert_alignment, plan.expand_factor
             )
     metadata = torch.full((num_rows, num_topk + 2), -1, dtype=torch.int32)
-    row = 0
+    start = 0
     for source, owner in enumerate(owners):
-        for token in (owner == rank).any(dim=1).nonzero()[:, 0].tolist():
-            here = owner[token] == rank
-            metadata[row, 0] = source * num_max_tokens_per_rank + token
-            metadata[row, 1] = source * num_topk + int(here.nonzero()[0])
-            if expanded_rows is not None:
-                metadata[row, 2:][here] = expanded_rows[source][token][here].int()
-            row += 1
+        here = owner == rank
+        tokens = here.any(dim=1).nonzero()[:, 0]
+        part = metadata[start : start + len(tokens)]
+        part[:, 0] = source * num_max_tokens_per_rank + tokens
+        part[:, 1] = source * num_topk + here[tokens].int().argmax(dim=1)
+        if expanded_rows is not None:
+            part[:, 2:] = torch.where(here, expanded_rows[source], -1)[tokens]
+        start += len(tokens)
     return EPHandle(
         do_expand=expand,
         num_experts=partition.num_experts,
