@@ -8,6 +8,17 @@ from collections.abc import Mapping, Sequence
 class TileEPError(Exception):
     """Base class of every exception that TileEP raises on purpose."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Constructors take facts, not the message: rebuild without them, so that exceptions cross processes.
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(kind: type[TileEPError], args: tuple[object, ...], facts: dict[str, object]) -> TileEPError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(facts)
+    return error
+
 
 class ArgumentError(TileEPError, ValueError):
     """An argument is wrong: dtype, shape, device, range, or a combination of arguments.
