@@ -37,7 +37,7 @@ def per_token_cast_to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = _blocks(x.float())
     scales = blocks.abs().amax(dim=2).clamp(min=_SMALLEST_MAXIMUM) / FP8_MAX
     data = (blocks / scales.unsqueeze(2)).to(torch.float8_e4m3fn)
-    flat = data.view(torch.uint8).reshape(num_tokens, -1)[:, :hidden]
+    flat = data.view(torch.uint8).flatten(1)[:, :hidden]
     return flat.contiguous().view(torch.float8_e4m3fn), scales
 
 
@@ -61,7 +61,7 @@ def per_token_cast_back(data: torch.Tensor, scales: torch.Tensor, dtype: torch.d
             "scales", list(scales.shape), f"[{num_tokens}, {ceil_div(hidden, BLOCK)}] for data {[*data.shape]}"
         )
     blocks = _blocks(data.float()) * scales.float().unsqueeze(2)
-    return blocks.reshape(num_tokens, -1)[:, :hidden].to(dtype)
+    return blocks.flatten(1)[:, :hidden].to(dtype)
 
 
 def _blocks(x: torch.Tensor) -> torch.Tensor:
