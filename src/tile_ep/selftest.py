@@ -1,0 +1,363 @@
+"""`python -m tile_ep.selftest --gpu`: everything the kernels promise, on one GPU, against the reference.
+
+All ranks share the GPU (`tile_ep.loopback(..., device="cuda")`), so one is enough. Every check draws fresh inputs, and
+compares with `torch.equal`. Prints a line per check and exits 1 if any failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import shutil
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import Any
+
+import torch
+
+from tile_ep import reference
+from tile_ep.buffer import Buffer
+from tile_ep.errors import PeerTimeoutError, StaleHandleError
+from tile_ep.worlds.loopback import Loopback, loopback
+
+_WORKERS = 12  # processes that compile and run cases side by side
+
+
+class Checks:
+    """Runs checks, says how each went and remembers whether all did."""
+
+    def __init__(self) -> None:
+        self.failed: list[str] = []
+        self._start = time.monotonic()
+
+    def run(self, name: str, check: Callable[[], str]) -> None:
+        """One check: it returns what it has seen, or raises."""
+        start = time.monotonic()
+        try:
+            said, verdict = check(), "ok"
+        except Exception:
+            said, verdict = traceback.format_exc(), "FAILED"
+            self.failed.append(name)
+        print(f"{verdict:6} {name:28} {time.monotonic() - start:6.1f} s  {said}", flush=True)
+
+    def summary(self) -> int:
+        """Prints the last line; the exit status."""
+        seconds = time.monotonic() - self._start
+        print(f"{'FAILED: ' + ', '.join(self.failed) if self.failed else 'PASS'} in {seconds:.0f} s")
+        return 1 if self.failed else 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tile_ep.selftest", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--gpu", action="store_true", help="run on the current CUDA device (needed)")
+    parser.add_argument("--rounds", type=int, default=3000, help="back-to-back rounds of the long run")
+    parser.add_argument("--only", help="run just the checks whose name contains this")
+    parser.add_argument("--no-sanitizer", action="store_true", help="leave out compute-sanitizer")
+    options = parser.parse_args(arguments)
+    if not options.gpu:
+        parser.error("say --gpu; on CPUs, `make test` runs the same kernels in the simulator")
+    if not torch.cuda.is_available():
+        print("no CUDA device", file=sys.stderr)
+        return 2
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+    checks = Checks()
+    every: list[tuple[str, Callable[[], str]]] = [
+        ("cases", check_cases),
+        ("8 ranks, V3 shape", lambda: check_rounds(8, 64, 7168, 8, 256, rounds=20, num_sms=16)),
+        ("2 ranks, long run", lambda: check_rounds(2, 40, 512, 4, 8, rounds=options.rounds, num_sms=4)),
+        ("4 ranks, long run", lambda: check_rounds(4, 24, 1000, 6, 30, rounds=options.rounds // 3, num_sms=5)),
+        ("8 ranks, long run", lambda: check_rounds(8, 16, 256, 8, 64, rounds=options.rounds // 3, num_sms=16)),
+        ("queued without sync", check_queued),
+        ("handles and slots", check_handles_and_slots),
+        ("graph", check_graph),
+        ("absent rank", check_absent_rank),
+        ("bad indices", check_bad_indices),
+    ]
+    if not options.no_sanitizer:
+        every += [
+            (f"compute-sanitizer {tool}", lambda tool=tool: check_sanitizer(tool)) for tool in ("memcheck", "racecheck")
+        ]  # type: ignore[misc]
+    for name, check in every:
+        if options.only is None or options.only in name:
+            checks.run(name, check)
+    return checks.summary()
+
+
+# ---------------------------------------------------------------- the shared list of cases
+
+
+def run_case(identity: str) -> str | None:
+    """One case of the shared list on the GPU; what is wrong, or `None`."""
+    from tile_ep import cases
+
+    case = next(case for case in cases.GRID if case.id == identity)
+    try:
+        inputs = cases.make_inputs(case)
+        with loopback(case.num_ranks, "cuda", timeout_s=60.0, **case.buffer_arguments()) as ranks:
+            outputs = ranks.run(lambda rank, buffer: cases.run_rank(buffer, case, inputs[rank]))
+        cases.assert_same(case, cases.run_reference(case), [cases.to_cpu(output) for output in outputs])
+    except Exception:
+        return traceback.format_exc()
+    return None
+
+
+def check_cases() -> str:
+    """Every case that the kernels support, in several processes: most of the time goes into compiling."""
+    from tile_ep import cases
+
+    wanted = [case.id for case in cases.GRID if case.num_ranks <= 8 and not case.do_expand]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(_WORKERS, mp_context=context) as pool:
+        futures = {pool.submit(run_case, identity): identity for identity in wanted}
+        wrong = {futures[future]: error for future in as_completed(futures) if (error := future.result())}
+    if wrong:
+        raise AssertionError("\n\n".join(f"{identity}\n{error}" for identity, error in wrong.items()))
+    return f"{len(wanted)} cases equal the reference"
+
+
+# ---------------------------------------------------------------- runs of our own
+
+
+class Inputs:
+    """Fresh inputs of all ranks, on the CPU, with what the reference makes of them."""
+
+    def __init__(self, shape: tuple[int, int, int, int, int], seed: int) -> None:
+        num_ranks, most, hidden, num_topk, num_experts = shape
+        random = torch.Generator().manual_seed(seed)
+        tokens = [int(torch.randint(0, most + 1, (), generator=random)) for _ in range(num_ranks)]
+        skew = torch.rand(num_experts, generator=random) * (seed % 3)
+        self.x = [torch.randn(t, hidden, generator=random).bfloat16() for t in tokens]
+        self.topk_idx = [
+            (torch.rand(t, num_experts, generator=random) + skew).topk(num_topk, 1).indices for t in tokens
+        ]
+        for idx in self.topk_idx:
+            idx[torch.rand(idx.shape, generator=random) < 0.1] = -1
+        self.weights = [torch.rand(t, num_topk, generator=random) for t in tokens]
+        self.dispatched = reference.dispatch(
+            self.x, self.topk_idx, self.weights, num_experts=num_experts, num_max_tokens_per_rank=most
+        )
+        handles = [output.handle for output in self.dispatched]
+        received: list[Any] = [output.recv_x for output in self.dispatched]
+        self.combined = reference.combine(received, handles, [output.recv_topk_weights for output in self.dispatched])  # type: ignore[misc]
+
+    def exchange(self, rank: int, buffer: Buffer, num_sms: int, **options: Any) -> tuple[Any, ...]:
+        """Dispatch and combine on the GPU, the rows sent back as they came."""
+        x, idx, weights = (part[rank].cuda() for part in (self.x, self.topk_idx, self.weights))
+        recv_x, recv_idx, recv_weights, handle, _ = buffer.dispatch(x, idx, weights, num_sms=num_sms, **options)
+        y, y_weights, _ = buffer.combine(recv_x, handle, recv_weights, num_sms=num_sms)
+        return recv_x, recv_idx, recv_weights, y, y_weights
+
+    def compare(self, rank: int, outputs: tuple[Any, ...]) -> None:
+        """Raise unless these are the reference's bytes."""
+        want, back = self.dispatched[rank], self.combined[rank]
+        expected = want.recv_x, want.recv_topk_idx, want.recv_topk_weights, back.combined_x, back.combined_topk_weights
+        names = "recv_x", "recv_topk_idx", "recv_topk_weights", "combined_x", "combined_topk_weights"
+        rows = want.handle.num_recv_tokens
+        for position, (name, a, b) in enumerate(zip(names, expected, outputs, strict=True)):
+            got = (b[:rows] if position < 3 else b).cpu()
+            assert torch.equal(a, got), f"rank {rank}: {name} differs"
+
+
+def check_rounds(
+    num_ranks: int, most: int, hidden: int, num_topk: int, num_experts: int, rounds: int, num_sms: int
+) -> str:
+    """Back-to-back rounds: fresh inputs, poisoned slots and outputs, everything compared."""
+    shape = num_ranks, most, hidden, num_topk, num_experts
+    with _ranks(shape) as ranks:
+        distinct = [Inputs(shape, seed) for seed in range(min(rounds, 64))]
+        order = torch.randint(0, len(distinct), (rounds,), generator=torch.Generator().manual_seed(rounds)).tolist()
+
+        def many(rank: int, buffer: Buffer) -> None:
+            for number in order:
+                _poison()
+                distinct[number].compare(rank, distinct[number].exchange(rank, buffer, num_sms))
+
+        ranks.run(many)
+    return f"{rounds} rounds of {len(distinct)} inputs"
+
+
+def check_queued() -> str:
+    """Hundreds of collectives queued with no host synchronisation, checked afterwards."""
+    shape, rounds = (4, 32, 512, 4, 16), 200
+    with _ranks(shape) as ranks:
+        distinct = [Inputs(shape, seed) for seed in range(20)]
+
+        def many(rank: int, buffer: Buffer) -> None:
+            kept = [
+                tuple(part.clone() for part in distinct[n % 20].exchange(rank, buffer, 4, do_cpu_sync=False))
+                for n in range(rounds)
+            ]
+            for n, outputs in enumerate(kept):
+                distinct[n % 20].compare(rank, outputs)
+                tail = outputs[1][distinct[n % 20].dispatched[rank].handle.num_recv_tokens :]
+                assert (tail == -1).all(), "tail of recv_topk_idx"
+
+        ranks.run(many)
+    return f"{rounds} rounds"
+
+
+def check_handles_and_slots() -> str:
+    """Several results and handles alive at once: none is overwritten; a stale combine input is refused."""
+    shape = (2, 24, 256, 3, 8)
+    with _ranks(shape, num_slots=3) as ranks:
+        distinct = [Inputs(shape, seed) for seed in range(6)]
+
+        def several(rank: int, buffer: Buffer) -> None:
+            results = []
+            for inputs in distinct:
+                x, idx, weights = (part[rank].cuda() for part in (inputs.x, inputs.topk_idx, inputs.weights))
+                results.append(buffer.dispatch(x, idx, weights, num_sms=4))
+            for inputs, (recv_x, recv_idx, recv_weights, handle, _) in reversed(
+                list(zip(distinct, results, strict=True))
+            ):
+                rows = buffer.combine_input(handle)
+                rows.copy_(recv_x)
+                back = buffer.combine(rows, handle, recv_weights, num_sms=4)
+                inputs.compare(rank, (recv_x, recv_idx, recv_weights, back[0], back[1]))
+                again = buffer.dispatch(inputs.x[rank].cuda(), handle=handle, num_sms=4)
+                assert torch.equal(again[0], recv_x) and torch.equal(again[1], recv_idx), "cached dispatch"  # type: ignore[arg-type]
+            first, second = results[0][3], results[1][3]
+            old = buffer.combine_input(first)
+            buffer.combine_input(second)
+            try:
+                buffer.combine(old, first)
+            except StaleHandleError:
+                return
+            raise AssertionError("a stale combine input was accepted")
+
+        ranks.run(several)
+    return f"{len(distinct)} dispatches alive in 3 slots"
+
+
+def check_graph() -> str:
+    """Dispatch, expert and combine captured once, replayed with changing inputs."""
+    shape, replays = (4, 32, 512, 4, 16), 100
+    num_ranks, most, hidden, num_topk, num_experts = shape
+    with _ranks(shape) as ranks:
+        distinct = [Inputs((num_ranks, most, hidden, num_topk, num_experts), seed) for seed in range(replays)]
+
+        def captured(rank: int, buffer: Buffer) -> None:
+            x = torch.zeros(most, hidden, dtype=torch.bfloat16, device="cuda")
+            idx = torch.full((most, num_topk), -1, dtype=torch.int64, device="cuda")
+
+            def step() -> torch.Tensor:
+                recv_x, _, _, handle, _ = buffer.dispatch(x, idx, do_cpu_sync=False, num_sms=4)
+                assert isinstance(recv_x, torch.Tensor)
+                return buffer.combine(recv_x * 2, handle, num_sms=4)[0]
+
+            for _ in range(3):
+                step()
+            torch.cuda.synchronize()
+            buffer.barrier()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+                out = step()
+            for inputs in distinct:
+                tokens = inputs.x[rank].shape[0]
+                buffer.barrier()
+                x.zero_()[:tokens] = inputs.x[rank].cuda()
+                idx.fill_(-1)[:tokens] = inputs.topk_idx[rank].cuda()
+                torch.cuda.current_stream().synchronize()
+                buffer.barrier()
+                graph.replay()
+                torch.cuda.current_stream().synchronize()
+                # Twice each row: exact in bf16, and so is the sum of twice the terms, twice the sum.
+                expected = (inputs.combined[rank].combined_x.float() * 2).bfloat16()
+                assert torch.equal(out[:tokens].cpu(), expected), "replayed output differs"
+                assert not out[tokens:].any(), "padding tokens select nothing"
+
+        ranks.run(captured)
+    return f"{replays} replays"
+
+
+def check_absent_rank() -> str:
+    """A rank that never comes: the others raise and name it, CUDA goes on, and after `reset` so does the buffer."""
+    shape = (4, 16, 256, 2, 8)
+    said: list[str] = []
+    with _ranks(shape, timeout_s=1.0) as ranks:
+        inputs = Inputs(shape, 1)
+        ranks.run(lambda rank, buffer: inputs.compare(rank, inputs.exchange(rank, buffer, 4)))
+
+        def without_two(rank: int, buffer: Buffer) -> None:
+            if rank == 2:
+                return
+            try:
+                inputs.exchange(rank, buffer, 4)
+            except PeerTimeoutError as error:
+                assert error.peers == [2] and error.rank == rank and "dispatch" in error.phase, str(error)
+                said.append(str(error))
+                return
+            raise AssertionError("no timeout")
+
+        ranks.run(without_two)
+        assert torch.equal(torch.arange(4, device="cuda").cpu(), torch.arange(4)), "CUDA does not go on"
+        ranks.run(lambda rank, buffer: buffer.reset())
+        ranks.run(lambda rank, buffer: inputs.compare(rank, inputs.exchange(rank, buffer, 4)))
+    return said[0]
+
+
+def check_bad_indices() -> str:
+    """Entries out of range select nothing, are counted, and are reported at the next host synchronisation."""
+    from tile_ep.errors import RoutingError
+
+    with _ranks((2, 8, 64, 2, 4)) as ranks:
+
+        def bad(rank: int, buffer: Buffer) -> str:
+            x = torch.randn(8, 64, device="cuda").bfloat16()
+            idx = torch.zeros(8, 2, dtype=torch.int64, device="cuda")
+            idx[0, 0], idx[1, 0], idx[2, 1] = 4, -7, 1 << 40
+            try:
+                buffer.dispatch(x, idx, num_sms=2)
+            except RoutingError as error:
+                assert error.num_bad == 3, str(error)
+                good = buffer.dispatch(x, idx.clamp(0, 3), num_sms=2)
+                assert good[3].num_recv_tokens == (16 if rank == 0 else 4), good[3].num_recv_tokens
+                return str(error)
+            raise AssertionError("no RoutingError")
+
+        return ranks.run(bad)[0]
+
+
+def check_sanitizer(tool: str) -> str:
+    """A small exchange under compute-sanitizer."""
+    program = shutil.which("compute-sanitizer")
+    if program is None:
+        return "not installed, not run"
+    code = (
+        "from tile_ep.selftest import check_rounds;"
+        "print(check_rounds(2, 6, 200, 3, 5, rounds=2, num_sms=2), check_rounds(2, 5, 7, 3, 5, rounds=2, num_sms=2))"
+    )
+    command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    lines = (done.stdout + done.stderr).strip().splitlines()
+    if done.returncode != 0:
+        raise AssertionError("\n".join(lines[-40:]))
+    return next(line for line in reversed(lines) if "SUMMARY" in line)
+
+
+def _ranks(shape: tuple[int, int, int, int, int], **options: Any) -> Loopback:
+    num_ranks, most, hidden, num_topk, num_experts = shape
+    return loopback(
+        num_ranks,
+        "cuda",
+        num_max_tokens_per_rank=most,
+        hidden=hidden,
+        num_topk=num_topk,
+        num_experts=num_experts,
+        **{"timeout_s": 30.0, **options},
+    )
+
+
+def _poison() -> None:
+    """Fill what the caching allocator hands out next, so that unwritten outputs are seen."""
+    spans = [torch.empty(size, dtype=torch.uint8, device="cuda").fill_(0xA5) for size in (1 << 12, 1 << 16, 1 << 20)]
+    del spans
+
+
+if __name__ == "__main__":
+    sys.exit(main())
