@@ -22,7 +22,7 @@ SCHEDULES = (
 
 @dataclass(frozen=True)
 class Launch:
-    """One rank's kernel.
+    """A kernel of one rank.
 
     Attributes:
         rank: its number, for reports.
@@ -193,7 +193,7 @@ def simulate(
     """Run all launches together until every thread has ended and every store has landed.
 
     Args:
-        launches: one a rank; a rank may be absent.
+        launches: those of one rank run one after the other, in this order, as on a stream; a rank may be absent.
         seed: chooses the schedule, the delays and everything else that hardware leaves open.
         regions: memory that the device layer may touch. Those that overlap count as one.
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -17,6 +17,9 @@ from tile_ep.config import make_config
 from tile_ep.errors import ArgumentError, PeerTimeoutError
 from tile_ep.kernels.launcher import KernelSpec, cuda_kernel, require_tilelang
 from tile_ep.worlds.cuda import CudaDevice
+
+if TYPE_CHECKING:
+    from tile_ep.worlds.simulated import Simulation
 
 Result = TypeVar("Result")
 
@@ -100,9 +103,20 @@ class Loopback(Sequence[Buffer]):
     it one. On a GPU, collectives that do not synchronise with the host can also be enqueued for one rank after the other.
 
     Usable as a context manager, which destroys all buffers.
+
+    Attributes:
+        simulation: what runs the kernels where the device is `"sim"`, else `None`.
     """
 
-    def __init__(self, buffers: list[Buffer], pool: ThreadPoolExecutor, meeting: Meeting, device: torch.device) -> None:
+    def __init__(
+        self,
+        buffers: list[Buffer],
+        pool: ThreadPoolExecutor,
+        meeting: Meeting,
+        device: torch.device,
+        simulation: Simulation | None,
+    ) -> None:
+        self.simulation = simulation
         self._buffers, self._pool, self._meeting, self._device = buffers, pool, meeting, device
         self._streams = [torch.cuda.Stream(device) for _ in buffers] if device.type == "cuda" else []
 
@@ -216,6 +230,7 @@ def loopback(
         timeout_s=timeout_s,
     )
     meeting = Meeting(num_ranks, timeout_s)
+    simulation = None
     if str(device) == "sim":
         from tile_ep.worlds.simulated import Simulation, SimulatedWorld
 
@@ -233,4 +248,4 @@ def loopback(
             raise ArgumentError("num_ranks", num_ranks, "at most one rank per SM")
     pool = ThreadPoolExecutor(num_ranks, thread_name_prefix="rank")
     backends = list(pool.map(lambda world: NvlinkBackend(world, config), worlds))
-    return Loopback([Buffer.from_backend(backend, config) for backend in backends], pool, meeting, where)
+    return Loopback([Buffer.from_backend(backend, config) for backend in backends], pool, meeting, where, simulation)

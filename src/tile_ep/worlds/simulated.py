@@ -7,20 +7,24 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from tile_ep.event import EventOverlap
+from tile_ep.kernels import combine, dispatch
 from tile_ep.kernels.launcher import KernelSpec, cuda_source
 from tile_ep.kernels.tuning import SIMULATOR
 from tile_ep.layout import ROW_ALIGNMENT
-from tile_ep.sim import Launch, MemoryRegion, SimKernel, SimReport, compile_source, simulate
+from tile_ep.sim import Launch, MemoryRegion, SimKernel, SimOptions, SimReport, compile_source, simulate
 
 if TYPE_CHECKING:
     from tile_ep.worlds.loopback import Meeting
+
+PHASES = {**dispatch.PHASES, **combine.PHASES}
 
 _MAX_BLOCKS = 8
 
@@ -34,28 +38,36 @@ def simulated_kernel(spec: KernelSpec) -> SimKernel:
 class Simulation:
     """Collects the launches of all ranks and runs them together.
 
+    A launch normally waits for those of all other ranks, and all of them end before any call returns. Inside `queued`
+    launches only line up, as on CUDA streams; at its end they run, so that one rank may be several collectives ahead
+    of another.
+
     Attributes:
         reports: of every simulation so far.
+        regions: of every rank.
     """
 
     def __init__(self, num_ranks: int, seed: int, timeout_s: float) -> None:
         self._num_ranks, self._seed, self._timeout_s = num_ranks, seed, timeout_s
         self._condition = threading.Condition()
-        self._waiting: dict[int, tuple[Launch, list[MemoryRegion]]] = {}
+        self._waiting: dict[int, list[_Entry]] = {}
         self._generation = 0
+        self._queues = False
         self._error: Exception | None = None
         self.reports: list[SimReport] = []
         self.regions: dict[int, MemoryRegion] = {}
 
-    def join(self, launch: Launch, regions: list[MemoryRegion]) -> None:
-        """Run `launch` together with those of the other ranks, or without the ones that have not come in time.
+    def join(self, entry: _Entry) -> None:
+        """Run a launch together with those of the other ranks, or without the ones that have not come in time.
 
         Raises:
             SimError: the simulated program is wrong: a deadlock, a fault, a misuse of a primitive.
         """
         with self._condition:
             generation = self._generation
-            self._waiting[launch.rank] = (launch, regions)
+            self._waiting.setdefault(entry.launch.rank, []).append(entry)
+            if self._queues:
+                return
             if len(self._waiting) == self._num_ranks:
                 self._run()
             else:
@@ -66,21 +78,46 @@ class Simulation:
             if self._error is not None:
                 raise self._error
 
+    @contextlib.contextmanager
+    def queued(self) -> Iterator[None]:
+        """Let launches line up; run them at the end. Outputs hold nothing before that.
+
+        Raises:
+            SimError: as for `join`.
+        """
+        self._queues = True
+        try:
+            yield
+        finally:
+            self._queues = False
+        with self._condition:
+            self._run()
+        if self._error is not None:
+            raise self._error
+
     def _run(self) -> None:
-        launches = [self._waiting[rank] for rank in sorted(self._waiting)]
+        entries = [entry for rank in sorted(self._waiting) for entry in self._waiting[rank]]
         self._waiting = {}
-        regions = list(self.regions.values())
-        for _, used in launches:
-            regions += used
+        regions = [*self.regions.values(), *(region for entry in entries for region in entry.regions)]
+        launches = [entry.launch for entry in entries]
         self._error = None
         try:
-            self.reports.append(
-                simulate([launch for launch, _ in launches], seed=self._seed + self._generation, regions=regions)
-            )
+            options = SimOptions(phase_names=PHASES)
+            report = simulate(launches, seed=self._seed + self._generation, regions=regions, options=options)
+            self.reports.append(report)
         except Exception as error:  # every rank's call raises it
             self._error = error
         self._generation += 1
         self._condition.notify_all()
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A launch, the memory that it may touch beyond the ranks' regions, and what keeps that memory alive."""
+
+    launch: Launch
+    regions: list[MemoryRegion]
+    tensors: list[torch.Tensor]
 
 
 class _Span(np.ndarray):  # type: ignore[type-arg]
@@ -147,7 +184,9 @@ class SimulatedWorld:
                     regions.append(MemoryRegion(value.data_ptr(), size, f"{name} of rank {self.rank}"))
             else:
                 values[name] = value or 0
-        self._simulation.join(Launch(self.rank, simulated_kernel(spec), num_blocks, values), regions)
+        launch = Launch(self.rank, simulated_kernel(spec), num_blocks, values)
+        tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
+        self._simulation.join(_Entry(launch, regions, tensors))
 
     def _holds(self, address: int) -> bool:
         return self.base <= address < self.base + self._region.size

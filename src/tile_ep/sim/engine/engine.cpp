@@ -63,6 +63,26 @@ extern "C" void tile_ep_sim_wait_end(int64_t value) {
   t.phase = -1;
 }
 
+// A launch begins: what its rank did before is there, and what others showed before is seen.
+static void start_launch(const Queue &queue) {
+  for (uint32_t b = queue.first_block; b < queue.first_block + queue.num_blocks; ++b) {
+    const Block &block = machine.blocks[b];
+    for (uint32_t i = 0; i < block.num_threads; ++i) {
+      Thread &t = machine.threads[block.first + i];
+      acquire(t);
+      make_ready(t);
+    }
+  }
+}
+
+// The end of a launch orders all its stores before the next launch of the rank.
+static void end_launch(const Queue &queue) {
+  if (queue.next < 0) return;
+  for (uint32_t b = queue.first_block; b < queue.first_block + queue.num_blocks; ++b)
+    while (machine.blocks[b].pending_head != 0) land(machine.blocks[b].pending_head);
+  start_launch(machine.queues[static_cast<size_t>(queue.next)]);
+}
+
 static void thread_main() {
   Thread &t = *machine.current;
   const SimLaunch &launch = *launch_of_block[t.in_block->id];
@@ -73,14 +93,16 @@ static void thread_main() {
   t.state = kDone;
   t.warp->ready &= ~(1u << t.lane);
   count_out(t);
+  Queue &queue = machine.queues[t.in_block->launch];
+  if (--queue.live == 0) end_launch(queue);
   leave_to_scheduler(t);
 }
 
 // ---------------------------------------------------------------- setting up
 
-static void add_block(const SimLaunch &launch, uint32_t rank_index, uint32_t index) {
+static void add_block(const SimLaunch &launch, uint32_t launch_index, uint32_t rank_index, uint32_t index) {
   Block b{};
-  b.rank = launch.rank, b.rank_index = rank_index, b.index = index;
+  b.rank = launch.rank, b.launch = launch_index, b.rank_index = rank_index, b.index = index;
   b.id = static_cast<uint32_t>(machine.blocks.size());
   b.first = static_cast<uint32_t>(machine.threads.size());
   b.num_threads = b.live = static_cast<uint32_t>(launch.num_threads);
@@ -135,7 +157,6 @@ static void connect(bool poison) {
       unsigned char *stack = stacks.at(t.id);
       if (stack == nullptr) fail(kResources, "no memory for the stacks of %zu threads", machine.threads.size());
       t.context.prepare(stack, Stacks::usable(t.id), thread_main);
-      make_ready(t);
     }
     ++warp;
   }
@@ -176,7 +197,7 @@ static void clear() {
   memset(memory.cache, 0, sizeof memory.cache);
   memory.changes = memory.last_acquire = memory.landed = 0, memory.any_watchers = 0;
   copies.reads.clear(), copies.loads.clear();
-  launch_of_block.clear();
+  launch_of_block.clear(), machine.queues.clear();
   scheduler = Scheduler{};
   machine.current = nullptr, machine.live = 0, machine.now_ns = 1000000000;
   machine.steps = machine.operations = machine.progress = machine.trace = 0;
@@ -218,11 +239,24 @@ static void describe_fault() {
 static void run_to_end(const SimLaunch *launches, int32_t num_launches, const SimRegion *regions, int32_t num_regions,
                        const SimSettings &settings) {
   add_regions(regions, num_regions);
-  for (int32_t i = 0; i < num_launches; ++i)
-    for (int32_t index = 0; index < launches[i].num_blocks; ++index)
-      add_block(launches[i], static_cast<uint32_t>(i), static_cast<uint32_t>(index));
-  scheduler.num_ranks = static_cast<uint32_t>(num_launches);
+  std::vector<int32_t> ranks;   // in the order in which they come
+  std::vector<bool> is_first;   // of its rank, by launch
+  std::vector<int32_t> latest;  // launch, by place in `ranks`
+  for (int32_t i = 0; i < num_launches; ++i) {
+    const size_t place = static_cast<size_t>(std::find(ranks.begin(), ranks.end(), launches[i].rank) - ranks.begin());
+    is_first.push_back(place == ranks.size());
+    if (is_first.back()) ranks.push_back(launches[i].rank), latest.push_back(i);
+    else machine.queues[static_cast<size_t>(latest[place])].next = i, latest[place] = i;
+    const uint32_t blocks = static_cast<uint32_t>(launches[i].num_blocks);
+    machine.queues.push_back({static_cast<uint32_t>(machine.blocks.size()), blocks,
+                              blocks * static_cast<uint32_t>(launches[i].num_threads), -1});
+    for (uint32_t index = 0; index < blocks; ++index)
+      add_block(launches[i], static_cast<uint32_t>(i), static_cast<uint32_t>(place), index);
+  }
+  scheduler.num_ranks = static_cast<uint32_t>(ranks.size());
   connect(settings.poison_shared != 0);
+  for (size_t i = 0; i < machine.queues.size(); ++i)
+    if (is_first[i]) start_launch(machine.queues[i]);
   memory.stale_loads = settings.stale_loads != 0;
   scheduler.style = draw_style(settings.schedule);
   snprintf(result->style, sizeof result->style, "%s", describe_style(scheduler.style).c_str());

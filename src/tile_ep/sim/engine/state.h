@@ -42,7 +42,7 @@ struct Point {
   uint32_t number;                   // among the points of this thread
 };
 
-enum State : uint8_t { kReady, kInCollective, kInBlockBarrier, kPolling, kDone };
+enum State : uint8_t { kQueued, kReady, kInCollective, kInBlockBarrier, kPolling, kDone };
 
 struct Warp;
 struct Block;
@@ -108,7 +108,8 @@ struct MBarrier {
 
 struct Block {
   int32_t rank;
-  uint32_t id, rank_index, index;  // in the machine; of its rank among the launches; within the rank
+  uint32_t id, rank_index, index;  // in the machine; of its rank among the ranks; within the grid
+  uint32_t launch;
   uint32_t first, num_threads, live;
   uint32_t epoch, arrived;
   uint32_t pending_head, pending_tail;  // its stores that have not landed, oldest first
@@ -121,6 +122,12 @@ struct Block {
   std::vector<uint16_t> barrier_at;  // index + 1, by offset / 8
 };
 
+// Launches of one rank run one after the other, as on a stream.
+struct Queue {
+  uint32_t first_block, num_blocks, live;  // threads
+  int32_t next;                            // launch of the same rank, -1 for none
+};
+
 struct Failure {};
 
 struct Machine {
@@ -128,6 +135,7 @@ struct Machine {
   std::vector<Thread> threads;
   std::vector<Warp> warps;
   std::vector<Block> blocks;
+  std::vector<Queue> queues;  // by launch
   std::vector<uint32_t> runnable;
   Thread *current = nullptr;  // null while the scheduler runs
   Context scheduler;
