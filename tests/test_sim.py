@@ -270,7 +270,11 @@ def test_the_wrong_parity_is_caught() -> None:
         ("no init", sim.SimMisuse, "not initialised"),
         ("no init fence", sim.SimMisuse, "initialised without a fence"),
         ("no init barrier", sim.SimMisuse, "not (synchronised with the barrier's initialisation|initialised)"),
-        ("too few bytes", sim.SimDeadlock, "mbarrier at shared offset 0, parity 0: in phase 0, 0 arrivals and 128 bytes"),
+        (
+            "too few bytes",
+            sim.SimDeadlock,
+            "mbarrier at shared offset 0, parity 0: in phase 0, 0 arrivals and 128 bytes",
+        ),
         ("overwrites the barrier", sim.SimMisuse, "overwrote the barrier"),
     ],
 )
@@ -300,7 +304,9 @@ def test_deadlocks_name_who_waits_for_what() -> None:
     source = Path(text.rsplit("lines of ", 1)[1].splitlines()[0]).read_text().splitlines()
     assert "__syncthreads()" in source[line - 1]
 
-    with pytest.raises(sim.SimDeadlock, match=r"warp 0 lanes ffffffff: __syncthreads at line \d+, 32 of 64 threads") as caught:
+    with pytest.raises(
+        sim.SimDeadlock, match=r"warp 0 lanes ffffffff: __syncthreads at line \d+, 32 of 64 threads"
+    ) as caught:
         stick("half a block")
     assert "warp 1 lanes ffffffff: pausing, no flag known" in str(caught.value)
     stick("none")

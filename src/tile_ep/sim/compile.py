@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ _HERE = Path(__file__).parent
 _INCLUDE = _HERE / "include"
 _ENGINE = _HERE / "engine" / "engine.cpp"
 _MAX_SHARED_BYTES = 227 * 1024
+_BUILD_LOCK = threading.Lock()  # threads that want the same kernel shall not compile it twice
 _COMMON_FLAGS = ("-std=c++17", "-fPIC", "-shared", "-Wall", "-Wextra")
 _ENGINE_FLAGS = (*_COMMON_FLAGS, "-O2")
 # Generated code relies on what nvcc does: wrapping integers, punned types, no contraction that the text does not ask for.
@@ -209,17 +211,24 @@ def _headers_digest() -> bytes:
 
 
 def _build(text: str, kind: str, flags: tuple[str, ...], cache_dir: str | os.PathLike[str] | None) -> tuple[Path, Path]:
-    """Compile `text` unless the cache has it. Several processes may do so at once: each writes aside, then renames."""
-    compiler, version = _compiler()
+    """Compile `text` unless the cache has it: the library and the source. Processes may do so at once: each writes aside."""
+    _, version = _compiler()
     digest = hashlib.sha256(_headers_digest())
     for part in (text, *flags, version):
         digest.update(part.encode() + b"\0")
     stem = f"{kind}-{digest.hexdigest()[:32]}"
     folder = _cache_folder(cache_dir)
     library, source = folder / f"{stem}.so", folder / f"{stem}.cpp"
-    if library.exists():
-        return library, source
-    with tempfile.TemporaryDirectory(dir=folder) as aside:
+    with _BUILD_LOCK:
+        if not library.exists():
+            _compile(text, kind, flags, library, source)
+    return library, source
+
+
+def _compile(text: str, kind: str, flags: tuple[str, ...], library: Path, source: Path) -> None:
+    compiler, _ = _compiler()
+    stem = library.stem
+    with tempfile.TemporaryDirectory(dir=library.parent) as aside:
         aside_source, aside_library = Path(aside) / f"{stem}.cpp", Path(aside) / f"{stem}.so"
         aside_source.write_text(text)
         includes = (f"-I{_INCLUDE}", "-include", "sim_cuda.h") if kind == "kernel" else ()
@@ -233,4 +242,3 @@ def _build(text: str, kind: str, flags: tuple[str, ...], cache_dir: str | os.Pat
             raise RuntimeError(f"{compiler} does not compile the {kind} for the simulator:\n{done.stderr[:8000]}")
         os.replace(aside_source, source)
         os.replace(aside_library, library)
-    return library, source
