@@ -43,14 +43,20 @@ EP_DEVICE void ep_record_timeout(uint64_t status, int phase, int peer, uint64_t 
   ep_store_release_sys(status + 8 * peer, (epoch << 32) | static_cast<uint64_t>(phase));
 }
 
-// Waits until the upper half of the word is `epoch`; returns its lower half, or -1 after `timeout_ns`.
+// Whether a word carries this epoch or a later one: who is collectives ahead has done what was waited for, too. (A count of
+// a later dispatch cannot be there: its sender would have needed this rank to enter that dispatch.)
+EP_DEVICE bool ep_has_come(uint64_t word, uint64_t epoch) {
+  return static_cast<int32_t>(static_cast<uint32_t>(word >> 32) - static_cast<uint32_t>(epoch)) >= 0;
+}
+
+// Waits until the upper half of the word has come to `epoch`; returns its lower half, or -1 after `timeout_ns`.
 EP_DEVICE int64_t ep_wait_tag(uint64_t address, uint64_t epoch, uint64_t status, int phase, int peer, uint64_t timeout_ns) {
   uint64_t word = ep_load_acquire_sys(address);
-  if ((word >> 32) == (epoch & 0xffffffffu)) return static_cast<int64_t>(word & 0xffffffffu);
+  if (ep_has_come(word, epoch)) return static_cast<int64_t>(word & 0xffffffffu);
   const uint64_t start = ep_now_ns();
   while (true) {
     word = ep_load_acquire_sys(address);
-    if ((word >> 32) == (epoch & 0xffffffffu)) return static_cast<int64_t>(word & 0xffffffffu);
+    if (ep_has_come(word, epoch)) return static_cast<int64_t>(word & 0xffffffffu);
     if (ep_now_ns() - start > timeout_ns) {
       ep_record_timeout(status, phase, peer, epoch);
       return -1;

@@ -1,0 +1,263 @@
+"""The simulator bites: each fault planted into the generated source is found within `SEEDS` seeds.
+
+A fault is a change of the text that TileLang generates for the real kernels, or of their leaves. What it is found by is a
+wrong byte, a deadlock, a misuse of a primitive or a wait that gives up; without it all seeds pass.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("tilelang")
+
+import tile_ep
+from tile_ep import Buffer, reference
+from tile_ep.kernels.dispatch import DispatchSpec
+from tile_ep.kernels.launcher import KernelSpec, cuda_source
+from tile_ep.sim import SimError, SimKernel, compile_source
+from tile_ep.worlds import simulated
+
+SEEDS = 40
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A change of a kernel's text.
+
+    Attributes:
+        kernel: "dispatch" or "combine".
+        pattern, replacement: as for `re.sub`; every match is replaced, and there must be one.
+        why: what the line is for.
+    """
+
+    name: str
+    kernel: str
+    pattern: str
+    replacement: str | Callable[[re.Match[str]], str]
+    why: str
+
+
+FAULTS = [
+    Fault(
+        "flag before rows", "dispatch", r"ep_bulk_wait_all\(\);", "", "rows are written before the done word says so"
+    ),
+    Fault(
+        "no fence",
+        "dispatch",
+        r"ep_fence_sys\(\);|(?<=ep_atomic_add_)acq_rel(?=_gpu\(counter, 1\))",
+        lambda match: "relaxed" if match.group(0) == "acq_rel" else "",
+        "what other threads of the block wrote is ordered before the done word",
+    ),
+    Fault(
+        "no entry wait",
+        "dispatch",
+        r"got = ep_wait_tag\((.*), epoch, [^;]*, 1, source, [^;]*\);",
+        r"got = (int64_t)(ep_load_acquire_sys(\1) & 0xffffffffu);",
+        "a peer's slot is written only after the peer has entered",
+    ),
+    Fault("base off by one", "dispatch", r"(start\[\w+\] = \w+);", r"\1 + 1;", "rows of earlier ranks come first"),
+    Fault(
+        "stale epoch, dispatch",
+        "dispatch",
+        r"epoch = \(ep_get_u64\(own\) \+ \(uint64_t\)1\);",
+        "epoch = ep_get_u64(own);",
+        "words of the previous collective do not count",
+    ),
+    Fault(
+        "stale epoch, combine",
+        "combine",
+        r"epoch = \(ep_get_u64\(own\) \+ \(uint64_t\)1\);",
+        "epoch = ep_get_u64(own);",
+        "words of the previous collective do not count",
+    ),
+    Fault(
+        "chunk reused early",
+        "dispatch",
+        r"ep_bulk_wait_read<1>\(\);",
+        "ep_bulk_wait_read<2>();",
+        "a chunk is fetched into memory that stores have read",
+    ),
+    Fault(
+        "tail bytes lost",
+        "dispatch",
+        r"if \(lane < tail\) ep_store<uint8_t>\(to \+ body \+ lane[^;]*;",
+        "",
+        "rows of any size arrive whole",
+    ),
+    Fault(
+        "tallies before all blocks counted",
+        "dispatch",
+        r"flags\[1\] = ep_arrive_last\([^;]*;",
+        "flags[1] = blockIdx.x == 0;",
+        "the block that sends the totals is the last to count",
+    ),
+    Fault(
+        "own slot for all",
+        "dispatch",
+        r"peer_slot\[(\w+)\] = \(\(int\)got\);",
+        r"peer_slot[\1] = slot;",
+        "the receiver says which slot may be written",
+    ),
+    Fault(
+        "no read-done wait",
+        "combine",
+        r"got = ep_wait_tag\([^;]*, previous, [^;]*, 4, i, [^;]*\);",
+        "got = 0;",
+        "rows are staged over what every peer has read",
+    ),
+    Fault(
+        "ready before staged", "combine", r"ep_bulk_wait_all\(\);", "", "rows are staged before the ready word says so"
+    ),
+    Fault(
+        "no ready wait",
+        "combine",
+        r"got_1 = ep_wait_tag\([^;]*, 5, [^;]*\);",
+        "got_1 = 0;",
+        "rows are pulled after their owner has staged them",
+    ),
+    Fault(
+        "ring slot refilled early",
+        "combine",
+        r"int (slot_\d+) = slot;",
+        r"int \1 = (slot + 1) % 3;",
+        "a ring slot is fetched into after every lane has read it",
+    ),
+]
+
+
+def _compiled(spec: KernelSpec, fault: Fault | None) -> SimKernel:
+    source = cuda_source(spec)
+    kind = "dispatch" if isinstance(spec, DispatchSpec) else "combine"
+    if fault is not None and fault.kernel == kind:
+        source = re.sub(fault.pattern, fault.replacement, source)
+    return compile_source(source, spec.threads)
+
+
+def _plant(monkeypatch: pytest.MonkeyPatch, fault: Fault | None) -> dict[KernelSpec, SimKernel]:
+    """Every kernel that is launched from now on has the fault; returns them, as they come."""
+    kernels: dict[KernelSpec, SimKernel] = {}
+    lock = threading.Lock()
+
+    def kernel(spec: KernelSpec) -> SimKernel:
+        with lock:
+            if spec not in kernels:
+                kernels[spec] = _compiled(spec, fault)
+            return kernels[spec]
+
+    monkeypatch.setattr(simulated, "simulated_kernel", kernel)
+    return kernels
+
+
+RANKS, TOKENS, TOPK, EXPERTS = 3, 9, 3, 7
+
+
+class Scenario:
+    """Collectives in a row on three ranks, none of which waits for the host, and what the reference makes of them."""
+
+    def __init__(self, seed: int) -> None:
+        random = torch.Generator().manual_seed(seed)
+        self.seed = seed
+        self.rounds = []
+        for odd in (False, True):
+            tokens = [TOKENS - rank for rank in range(RANKS)]
+            if odd:  # rows of 37 bytes with scales of 3
+                xs = [
+                    tuple(torch.randint(0, 256, (t, n), generator=random).to(torch.uint8) for n in (37, 3))
+                    for t in tokens
+                ]
+            else:  # rows of 208 bytes, three chunks
+                xs = [torch.randn(t, 104, generator=random).bfloat16() for t in tokens]
+            idxs = [torch.rand(t, EXPERTS, generator=random).topk(TOPK, 1).indices for t in tokens]
+            weights = [torch.rand(t, TOPK, generator=random) for t in tokens]
+            sent = reference.dispatch(
+                xs, idxs, weights, num_experts=EXPERTS, num_max_tokens_per_rank=TOKENS, do_cpu_sync=False
+            )
+            handles = [output.handle for output in sent]
+            counts = [int(handle.psum_num_recv_tokens_per_scaleup_rank[-1]) for handle in handles]
+            ys = [[torch.randn(RANKS * TOKENS, 104, generator=random).bfloat16() for _ in counts] for _ in range(3)]
+            back = [reference.combine(y, handles, [output.recv_topk_weights for output in sent]) for y in ys]  # type: ignore[misc]
+            self.rounds.append((xs, idxs, weights, sent, counts, ys, back))
+
+    def run(self) -> str | None:
+        """What went wrong, or `None`."""
+        try:
+            with tile_ep.loopback(
+                RANKS,
+                num_max_tokens_per_rank=TOKENS,
+                hidden=104,
+                num_topk=TOPK,
+                num_experts=EXPERTS,
+                num_slots=9,
+                seed=self.seed,
+                timeout_s=5,
+            ) as ranks:
+                assert ranks.simulation is not None
+                with ranks.simulation.queued():
+                    outputs = ranks.run(self._on_rank)
+                return self._difference(outputs)
+        except (SimError, tile_ep.PeerTimeoutError) as error:
+            return str(error)
+
+    def _on_rank(self, rank: int, buffer: Buffer) -> list[list[Any]]:
+        outputs = []
+        if rank == 1:  # its free slots are not those of the others
+            buffer._backend._slots.take()  # type: ignore[union-attr]
+        for xs, idxs, weights, _, _, ys, _ in self.rounds:
+            recv, recv_idx, recv_weights, handle, _ = buffer.dispatch(
+                xs[rank], idxs[rank], weights[rank], do_cpu_sync=False
+            )
+            backs = [buffer.combine(y[rank], handle, recv_weights) for y in ys]
+            again, again_idx, _, _, _ = buffer.dispatch(xs[rank], handle=handle)
+            outputs.append([recv, again, recv_idx, recv_weights, again_idx, *(part for b in backs for part in b[:2])])
+        return outputs
+
+    def _difference(self, outputs: list[list[list[Any]]]) -> str | None:
+        for number, (_, _, _, sent, counts, _, back) in enumerate(self.rounds):
+            for rank in range(RANKS):
+                want = sent[rank]
+                expected = [want.recv_x, want.recv_x, want.recv_topk_idx, want.recv_topk_weights, want.recv_topk_idx]
+                expected += [part for b in back for part in (b[rank].combined_x, b[rank].combined_topk_weights)]
+                for place, (a, b) in enumerate(zip(expected, outputs[rank][number], strict=True)):
+                    rows = counts[rank] if place < 2 else None  # what lies past the count is undefined
+                    pairs = zip(a, b, strict=True) if isinstance(a, tuple) else [(a, b)]
+                    if not all(torch.equal(left[:rows], right[:rows]) for left, right in pairs):
+                        return f"round {number}, rank {rank}, output {place} differs"
+        return None
+
+
+def _first_failure(scenarios: Callable[[int], Scenario]) -> tuple[int, str] | None:
+    for seed in range(SEEDS):
+        said = scenarios(seed).run()
+        if said is not None:
+            return seed, said
+    return None
+
+
+def test_without_a_fault_every_seed_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = _plant(monkeypatch, None)
+    assert _first_failure(Scenario) is None
+    assert len(specs) == 5  # both payloads' dispatch and cached dispatch, one combine
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_fault_is_found(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = _plant(monkeypatch, fault)
+    found = _first_failure(Scenario)
+    kinds = [spec for spec in specs if (fault.kernel == "dispatch") == isinstance(spec, DispatchSpec)]
+    assert any(re.search(fault.pattern, cuda_source(spec)) for spec in kinds), "the fault does not apply to the kernels"
+    assert found is not None, f"not found in {SEEDS} seeds: {fault.why}"
+    print(f"{fault.name}: seed {found[0]}: {found[1].splitlines()[0]}")
+
+
+def test_a_seed_fails_in_the_same_way_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    _plant(monkeypatch, FAULTS[0])
+    found = _first_failure(Scenario)
+    assert found is not None
+    assert Scenario(found[0]).run() == found[1]
