@@ -203,7 +203,7 @@ _SHORT = {
 
 @dataclass
 class Round:
-    """What one rank passes in one round."""
+    """What one rank passes in one round. Quantized data is kept as uint8, since float8 tensors cannot be pickled."""
 
     x: Payload
     topk_idx: torch.Tensor
@@ -268,7 +268,7 @@ def _payload(case: Case, tokens: int, generator: torch.Generator) -> Payload:
     scales = torch.rand(tokens, number, generator=generator) + 0.5
     if kind == torch.uint8:
         scales = scales * 100
-    return data.view(torch.float8_e4m3fn) if case.payload == "fp8" else data, scales.to(kind)
+    return data, scales.to(kind)
 
 
 def _routing(
@@ -308,10 +308,16 @@ def _routing(
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     """In row-major order, with natural strides even along dimensions of size 0 or 1, so that bytes can be viewed."""
-    return tensor.contiguous().view(-1).view(tensor.shape)
+    return tensor.contiguous().as_strided(tensor.shape, torch.empty(tensor.shape, device="meta").stride())
 
 
-def _dense_payload(x: Payload) -> Payload:
+def _typed(case: Case, x: Payload) -> Payload:
+    """The payload in the dtype that its kind says."""
+    return (x[0].view(torch.float8_e4m3fn), x[1]) if isinstance(x, tuple) and case.payload == "fp8" else x
+
+
+def _dense_payload(case: Case, x: Payload) -> Payload:
+    x = _typed(case, x)
     return (_dense(x[0]), _dense(x[1])) if isinstance(x, tuple) else _dense(x)
 
 
@@ -432,7 +438,10 @@ class Record:
         """Note the outputs of a dispatch; returns what is defined in them."""
         rows = _rows(self.case, handle, expanded)
         data, scales = recv_x if isinstance(recv_x, tuple) else (recv_x, None)
-        self.values[f"{step}.recv_x"] = _blanked(data, rows.data)
+        self.values[f"{step}.recv_x.dtype"] = str(data.dtype)
+        self.values[f"{step}.recv_x"] = _blanked(
+            data.view(torch.uint8) if data.dtype.itemsize == 1 else data, rows.data
+        )
         self.values[f"{step}.recv_scales"] = None if scales is None else _blanked(scales, rows.data)
         if scales is not None:
             self.values[f"{step}.recv_scales.stride"] = tuple(scales.stride())
@@ -502,7 +511,7 @@ def _reference_round(case: Case, number: int, inputs: list[Inputs], records: lis
     out_dtype = DTYPES[case.combine_dtype]
     try:
         outputs = reference.dispatch(
-            [_dense_payload(item.x) for item in given],
+            [_dense_payload(case, item.x) for item in given],
             [item.topk_idx for item in given],
             cast("list[torch.Tensor]", weights) if case.weights else None,
             num_experts=case.num_experts,
@@ -549,7 +558,7 @@ def _reference_round(case: Case, number: int, inputs: list[Inputs], records: lis
         return
     expanded = case.do_expand and case.cached == "same"
     again = reference.dispatch(
-        [_dense_payload(item.replay_x) for item in given],
+        [_dense_payload(case, item.replay_x) for item in given],
         None,
         cast("list[torch.Tensor]", [item.replay_weights for item in given]) if case.cached_weights else None,
         handles=handles,
@@ -581,7 +590,7 @@ def _rank_round(buffer: Buffer, number: int, given: Round, stats: torch.Tensor |
     case, rank = record.case, record.rank
     try:
         recv_x, recv_topk_idx, recv_weights, handle, _ = buffer.dispatch(
-            given.x,
+            _typed(case, given.x),
             given.topk_idx,
             given.topk_weights,
             stats,
@@ -619,7 +628,7 @@ def _rank_round(buffer: Buffer, number: int, given: Round, stats: torch.Tensor |
         return
     expanded = case.do_expand and case.cached == "same"
     recv_x, recv_topk_idx, recv_weights, again, _ = buffer.dispatch(
-        given.replay_x,
+        _typed(case, given.replay_x),
         topk_weights=given.replay_weights,
         cumulative_local_expert_recv_stats=stats,
         handle=handle,
@@ -653,11 +662,15 @@ def assert_same(case: Case, expected: Sequence[Mapping[str, Any]], got: Sequence
         raise AssertionError("\n".join([*problems[:8]]) + more + f"\nin cases.{case.recipe()}")
 
 
+def _brief(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+
 def _difference(want: Any, have: Any) -> str | None:
     if not isinstance(want, torch.Tensor) or not isinstance(have, torch.Tensor):
         if type(want) is type(have) and want == have:
             return None
-        return f"expected {want!r}, got {have!r}"
+        return f"expected {_brief(want)}, got {_brief(have)}"
     if want.dtype != have.dtype or want.shape != have.shape:
         return f"expected {want.dtype} {list(want.shape)}, got {have.dtype} {list(have.shape)}"
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[want.element_size()]
@@ -785,7 +798,7 @@ _SITUATIONS: list[Case] = [
         ],
         *[{"name": f"skew-{skew}", "tokens": (11, 6), "skew": skew, "bias_count": 2} for skew in SKEWS],
         *[
-            {"name": f"hidden-{hidden}", "tokens": (3, 5), "hidden": hidden, "payload": payload, "num_topk": 2}
+            {"name": f"hidden-{hidden}-{payload}", "tokens": (3, 5), "hidden": hidden, "payload": payload, "num_topk": 2}
             for hidden, payload in [
                 (1, "fp32"), (1, "packed4"), (7, "fp16"), (7, "packed4"), (1024, "bf16"), (2880, "fp8"), (2880, "fp16"),
             ]

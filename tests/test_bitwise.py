@@ -12,7 +12,7 @@ from conftest import Runner, to_cpu
 from hypothesis import HealthCheck, assume, given, settings
 from strategies import any_case
 
-EXAMPLES = {"collective": 40, "sim": 6, "cuda": 20}
+EXAMPLES = {"collective": 100, "sim": 6, "cuda": 20}
 """Drawn cases; `TILE_EP_HYPOTHESIS_EXAMPLES` overrides them."""
 
 SCHEDULES = (1, 2, 3)
