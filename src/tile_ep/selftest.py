@@ -77,6 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
         ("graph", check_graph),
         ("absent rank", check_absent_rank),
         ("bad indices", check_bad_indices),
+        ("one process a rank", check_processes),
     ]
     if not options.no_sanitizer:
         every += [
@@ -321,6 +322,34 @@ def check_bad_indices() -> str:
             raise AssertionError("no RoutingError")
 
         return ranks.run(bad)[0]
+
+
+def process_rank(rank: int, store: str) -> None:
+    """One of two processes that share the GPU, over torch symmetric memory."""
+    import torch.distributed as dist
+
+    shape = (2, 24, 512, 3, 8)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    torch.cuda.set_device(0)
+    sizes = {"num_max_tokens_per_rank": shape[1], "hidden": shape[2], "num_topk": shape[3], "num_experts": shape[4]}
+    with Buffer(**sizes, backend="nvlink", device="cuda:0", timeout_s=60.0) as buffer:
+        assert buffer.backend_name == "nvlink"
+        for seed in range(20):
+            inputs = Inputs(shape, seed)
+            inputs.compare(rank, inputs.exchange(rank, buffer, 8))
+        buffer.barrier()
+    dist.destroy_process_group()
+
+
+def check_processes() -> str:
+    """Two processes, memory from torch symmetric memory; they take turns on the GPU."""
+    import os
+    import tempfile
+
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(process_rank, (f"{folder}/store",), nprocs=2)  # type: ignore[no-untyped-call]
+    return "2 processes, 20 rounds"
 
 
 def check_sanitizer(tool: str) -> str:
