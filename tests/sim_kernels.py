@@ -455,6 +455,19 @@ def accesses() -> Any:
     return kernel
 
 
+def increment() -> Any:
+    """Every thread adds one to its word, with a plain load and store."""
+
+    @T.prim_func
+    def kernel(words: T.int64, num_blocks: T.int32):
+        with T.Kernel(num_blocks, threads=64) as block:
+            T.import_source(ep.leaves())
+            at = ep.at(ep.u64(words), block * 64 + T.get_thread_binding(), 4)
+            ep.put(at, ep.get(at, "int32") + 1, "int32")
+
+    return kernel
+
+
 def crowd(num_warps: int, rounds: int) -> Any:
     """Warp and block barriers, many times."""
 

@@ -412,6 +412,22 @@ def test_the_schedule_can_be_chosen() -> None:
         run(sk.compiled(sk.counter), memory, {0: {}}, options=sim.SimOptions(schedule="fair"))
 
 
+def test_launches_of_a_rank_follow_each_other() -> None:
+    kernel = sk.compiled(sk.increment)
+    for seed in range(MANY):
+        memory = Memory(**{f"words {rank}": words(192) for rank in range(3)})
+        at = memory.addresses()
+        launches = [
+            sim.Launch(rank, kernel, blocks, {"words": at[f"words {rank}"], "num_blocks": blocks})
+            for rank, grids in ((0, (1, 3, 2)), (1, (2, 2)), (2, (3, 3, 3, 3)))
+            for blocks in grids
+        ]
+        sim.simulate(launches, seed=seed, regions=memory.regions)
+        assert memory["words 0"].tolist() == [3] * 64 + [2] * 64 + [1] * 64
+        assert memory["words 1"].tolist() == [2] * 128 + [0] * 64
+        assert memory["words 2"].tolist() == [4] * 192
+
+
 def test_many_threads() -> None:
     ranks, blocks, warps = 8, 4, 16
     memory = Memory(out=words(ranks * blocks * warps * 32))

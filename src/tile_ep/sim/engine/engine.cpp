@@ -41,10 +41,21 @@ struct SimResult {
 };
 }
 
+// A launch while it waits or runs. Launches of one rank run one after the other, as on a stream.
+struct Running {
+  const SimLaunch *launch;
+  uint32_t rank_index, first_block, live;  // threads
+  size_t first_stack, shared_at;           // of the rank: its launches share them
+  Running *next;                           // of the rank
+};
+
 static Stacks stacks;
 static SimResult *result;
-static std::vector<const SimLaunch *> launch_of_block;
+static std::vector<Running> running;
 static std::vector<unsigned char> shared_memory;
+static bool poison_shared;
+
+static size_t padded(size_t bytes) { return (bytes + 1023) / 1024 * 1024; }
 
 extern "C" void tile_ep_sim_trap(const char *what) { fail(kMisuse, "%s", what); }
 
@@ -63,54 +74,35 @@ extern "C" void tile_ep_sim_wait_end(int64_t value) {
   t.phase = -1;
 }
 
-// A launch begins: what its rank did before is there, and what others showed before is seen.
-static void start_launch(const Queue &queue) {
-  for (uint32_t b = queue.first_block; b < queue.first_block + queue.num_blocks; ++b) {
-    const Block &block = machine.blocks[b];
-    for (uint32_t i = 0; i < block.num_threads; ++i) {
-      Thread &t = machine.threads[block.first + i];
-      acquire(t);
-      make_ready(t);
-    }
-  }
-}
-
-// The end of a launch orders all its stores before the next launch of the rank.
-static void end_launch(const Queue &queue) {
-  if (queue.next < 0) return;
-  for (uint32_t b = queue.first_block; b < queue.first_block + queue.num_blocks; ++b)
-    while (machine.blocks[b].pending_head != 0) land(machine.blocks[b].pending_head);
-  start_launch(machine.queues[static_cast<size_t>(queue.next)]);
-}
-
 static void thread_main() {
   Thread &t = *machine.current;
-  const SimLaunch &launch = *launch_of_block[t.in_block->id];
-  launch.entry(launch.arguments);
+  Running &r = running[t.in_block->launch];
+  r.launch->entry(r.launch->arguments);
   check_exit(t);
   ++machine.progress;
   --machine.live;
   t.state = kDone;
   t.warp->ready &= ~(1u << t.lane);
   count_out(t);
-  Queue &queue = machine.queues[t.in_block->launch];
-  if (--queue.live == 0) end_launch(queue);
+  --r.live;
   leave_to_scheduler(t);
 }
 
 // ---------------------------------------------------------------- setting up
 
-static void add_block(const SimLaunch &launch, uint32_t launch_index, uint32_t rank_index, uint32_t index) {
+static void add_block(Running &r, uint32_t index) {
+  const SimLaunch &launch = *r.launch;
+  const uint32_t num_threads = static_cast<uint32_t>(launch.num_threads);
   Block b{};
-  b.rank = launch.rank, b.launch = launch_index, b.rank_index = rank_index, b.index = index;
+  b.rank = launch.rank, b.rank_index = r.rank_index, b.index = index;
+  b.launch = static_cast<uint32_t>(&r - running.data());
   b.id = static_cast<uint32_t>(machine.blocks.size());
   b.first = static_cast<uint32_t>(machine.threads.size());
-  b.num_threads = b.live = static_cast<uint32_t>(launch.num_threads);
-  b.static_bytes = (launch.static_shared + 1023) / 1024 * 1024;
+  b.num_threads = b.live = num_threads;
+  b.static_bytes = static_cast<uint32_t>(padded(launch.static_shared));
   b.shared_bytes = b.static_bytes + (launch.dynamic_shared + 15) / 16 * 16;
   machine.blocks.push_back(std::move(b));
-  launch_of_block.push_back(&launch);
-  for (uint32_t i = 0; i < static_cast<uint32_t>(launch.num_threads); ++i) {
+  for (uint32_t i = 0; i < num_threads; ++i) {
     if (i % 32 == 0) {
       Warp w{};
       w.id = static_cast<uint32_t>(machine.warps.size());
@@ -124,45 +116,98 @@ static void add_block(const SimLaunch &launch, uint32_t launch_index, uint32_t r
     t.lane = i % 32;
     t.thread = {i, 0, 0};
     t.block = {index, 0, 0};
-    t.block_dim = {static_cast<uint32_t>(launch.num_threads), 1, 1};
+    t.block_dim = {num_threads, 1, 1};
     t.grid_dim = {static_cast<uint32_t>(launch.num_blocks), 1, 1};
     t.barrier = t.phase = -1;
     machine.threads.push_back(t);
   }
 }
 
-// Vectors have their final size: set the pointers between them, give out memory, make everything runnable.
-static void connect(bool poison) {
-  size_t bytes = 1024;
-  for (const Block &b : machine.blocks) bytes += 2 * ((b.shared_bytes + 1023u) / 1024 * 1024);
-  if (shared_memory.size() < bytes) shared_memory.resize(bytes);
-  memset(shared_memory.data(), poison ? 0xA5 : 0, bytes);
-  unsigned char *next = shared_memory.data();
-  next += -reinterpret_cast<uintptr_t>(next) & 1023;
+// Lines up the launches of each rank, which get the stacks and the shared memory of its largest one.
+static void add_launches(const SimLaunch *launches, int32_t num_launches) {
+  struct Rank {
+    Running *latest;
+    size_t num_threads, shared_bytes;
+  };
+  std::vector<Rank> ranks;
+  running.reserve(static_cast<size_t>(num_launches));
+  for (int32_t i = 0; i < num_launches; ++i) {
+    const SimLaunch &launch = launches[i];
+    const uint32_t num_blocks = static_cast<uint32_t>(launch.num_blocks);
+    size_t place = 0;
+    while (place < ranks.size() && ranks[place].latest->launch->rank != launch.rank) ++place;
+    running.push_back({&launch, static_cast<uint32_t>(place), static_cast<uint32_t>(machine.blocks.size()),
+                       num_blocks * static_cast<uint32_t>(launch.num_threads), 0, 0, nullptr});
+    Running &r = running.back();
+    if (place == ranks.size()) ranks.push_back({&r, 0, 0});
+    else ranks[place].latest->next = &r, ranks[place].latest = &r;
+    for (uint32_t index = 0; index < num_blocks; ++index) add_block(r, index);
+    ranks[place].num_threads = std::max<size_t>(ranks[place].num_threads, r.live);
+    ranks[place].shared_bytes =
+        std::max(ranks[place].shared_bytes, num_blocks * 2 * padded(machine.blocks.back().shared_bytes));
+  }
+  size_t stacks_used = 0, shared_used = 0;
+  for (size_t place = 0; place < ranks.size(); ++place) {
+    for (Running &r : running)
+      if (r.rank_index == place) r.first_stack = stacks_used, r.shared_at = shared_used;
+    stacks_used += ranks[place].num_threads, shared_used += ranks[place].shared_bytes;
+  }
+  if (shared_memory.size() < shared_used + 1024) shared_memory.resize(shared_used + 1024);
+  scheduler.num_ranks = static_cast<uint32_t>(ranks.size());
+  machine.live = static_cast<uint32_t>(machine.threads.size());
+}
+
+// Vectors have their final size: sets the pointers between them.
+static void connect() {
+  const uint32_t num_warps = static_cast<uint32_t>(machine.warps.size());
   uint32_t warp = 0;
   for (Block &b : machine.blocks) {
-    b.shared = next;
-    b.engine_view = next += (b.shared_bytes + 1023u) / 1024 * 1024;
-    next += (b.shared_bytes + 1023u) / 1024 * 1024;
-    b.view_fence.assign(b.shared_bytes / 16, 0);
     for (uint32_t i = 0; i < b.num_threads; ++i) {
+      Warp &w = machine.warps[warp + i / 32];
       Thread &t = machine.threads[b.first + i];
-      if (i != 0 && i % 32 == 0) ++warp;
-      Warp &w = machine.warps[warp];
       w.block = t.in_block = &b;
       t.warp = &w;
-      w.live |= 1u << t.lane;
+    }
+    warp += (b.num_threads + 31) / 32;
+  }
+  for (Warp &w : machine.warps) w.priority = machine.random.below(num_warps);
+  scheduler.next_priority = num_warps;
+}
+
+// A launch begins: its threads can run, and see what memory holds.
+static void start(Running &r) {
+  unsigned char *next = shared_memory.data();
+  next += (-reinterpret_cast<uintptr_t>(next) & 1023) + r.shared_at;
+  size_t stack_number = r.first_stack;
+  for (uint32_t id = r.first_block; id < r.first_block + static_cast<uint32_t>(r.launch->num_blocks); ++id) {
+    Block &b = machine.blocks[id];
+    const size_t bytes = padded(b.shared_bytes);
+    b.shared = next, b.engine_view = next + bytes;
+    memset(next, poison_shared ? 0xA5 : 0, 2 * bytes);
+    next += 2 * bytes;
+    b.view_fence.assign(b.shared_bytes / 16, 0);
+    for (uint32_t i = 0; i < b.num_threads; ++i, ++stack_number) {
+      Thread &t = machine.threads[b.first + i];
       t.static_shared = b.shared;
       t.dynamic_shared = b.shared + b.static_bytes;
-      unsigned char *stack = stacks.at(t.id);
+      t.warp->live |= 1u << t.lane;
+      unsigned char *stack = stacks.at(stack_number);
       if (stack == nullptr) fail(kResources, "no memory for the stacks of %zu threads", machine.threads.size());
-      t.context.prepare(stack, Stacks::usable(t.id), thread_main);
+      t.context.prepare(stack, Stacks::usable(stack_number), thread_main);
+      acquire(t);
+      make_ready(t);
     }
-    ++warp;
   }
-  machine.live = static_cast<uint32_t>(machine.threads.size());
-  scheduler.next_priority = static_cast<uint32_t>(machine.warps.size());
-  for (Warp &w : machine.warps) w.priority = machine.random.below(scheduler.next_priority);
+}
+
+// Starts what the end of the launch of a block lets start. Its stores have all landed by then.
+static void continue_rank(const Block &b) {
+  Running &r = running[b.launch];
+  if (r.live != 0 || r.next == nullptr) return;
+  for (uint32_t id = r.first_block; id < r.first_block + static_cast<uint32_t>(r.launch->num_blocks); ++id)
+    while (machine.blocks[id].pending_head != 0) land(machine.blocks[id].pending_head);
+  start(*r.next);
+  r.next = nullptr;
 }
 
 // Sorted and disjoint: what overlaps becomes one region under the first name.
@@ -197,7 +242,7 @@ static void clear() {
   memset(memory.cache, 0, sizeof memory.cache);
   memory.changes = memory.last_acquire = memory.landed = 0, memory.any_watchers = 0;
   copies.reads.clear(), copies.loads.clear();
-  launch_of_block.clear(), machine.queues.clear();
+  running.clear();
   scheduler = Scheduler{};
   machine.current = nullptr, machine.live = 0, machine.now_ns = 1000000000;
   machine.steps = machine.operations = machine.progress = machine.trace = 0;
@@ -239,24 +284,14 @@ static void describe_fault() {
 static void run_to_end(const SimLaunch *launches, int32_t num_launches, const SimRegion *regions, int32_t num_regions,
                        const SimSettings &settings) {
   add_regions(regions, num_regions);
-  std::vector<int32_t> ranks;   // in the order in which they come
-  std::vector<bool> is_first;   // of its rank, by launch
-  std::vector<int32_t> latest;  // launch, by place in `ranks`
-  for (int32_t i = 0; i < num_launches; ++i) {
-    const size_t place = static_cast<size_t>(std::find(ranks.begin(), ranks.end(), launches[i].rank) - ranks.begin());
-    is_first.push_back(place == ranks.size());
-    if (is_first.back()) ranks.push_back(launches[i].rank), latest.push_back(i);
-    else machine.queues[static_cast<size_t>(latest[place])].next = i, latest[place] = i;
-    const uint32_t blocks = static_cast<uint32_t>(launches[i].num_blocks);
-    machine.queues.push_back({static_cast<uint32_t>(machine.blocks.size()), blocks,
-                              blocks * static_cast<uint32_t>(launches[i].num_threads), -1});
-    for (uint32_t index = 0; index < blocks; ++index)
-      add_block(launches[i], static_cast<uint32_t>(i), static_cast<uint32_t>(place), index);
+  poison_shared = settings.poison_shared != 0;
+  add_launches(launches, num_launches);
+  connect();
+  std::vector<bool> has_started(scheduler.num_ranks, false);
+  for (Running &r : running) {
+    if (!has_started[r.rank_index]) start(r);
+    has_started[r.rank_index] = true;
   }
-  scheduler.num_ranks = static_cast<uint32_t>(ranks.size());
-  connect(settings.poison_shared != 0);
-  for (size_t i = 0; i < machine.queues.size(); ++i)
-    if (is_first[i]) start_launch(machine.queues[i]);
   memory.stale_loads = settings.stale_loads != 0;
   scheduler.style = draw_style(settings.schedule);
   snprintf(result->style, sizeof result->style, "%s", describe_style(scheduler.style).c_str());
@@ -269,6 +304,7 @@ static void run_to_end(const SimLaunch *launches, int32_t num_launches, const Si
     run_turn(w);
     remove_if_idle(w);
     land_some();
+    if (w.live == 0) continue_rank(*w.block);
     if (machine.steps > settings.max_steps) {
       machine.message = "no end after " + std::to_string(machine.steps) + " steps\n" + describe_waiting();
       machine.code = kStepLimit;

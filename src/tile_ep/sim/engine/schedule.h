@@ -172,7 +172,7 @@ static std::string waiting_for(const Thread &t) {
 static std::string describe_waiting() {
   std::string text;
   for (const Warp &w : machine.warps) {
-    uint32_t left = machine.threads[w.first].state == kQueued ? 0 : w.live;
+    uint32_t left = w.live;  // none of a launch that has not started
     while (left != 0) {
       const Thread &t = machine.threads[w.first + static_cast<uint32_t>(__builtin_ctz(left))];
       const std::string what = waiting_for(t);

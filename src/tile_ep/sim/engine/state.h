@@ -122,12 +122,6 @@ struct Block {
   std::vector<uint16_t> barrier_at;  // index + 1, by offset / 8
 };
 
-// Launches of one rank run one after the other, as on a stream.
-struct Queue {
-  uint32_t first_block, num_blocks, live;  // threads
-  int32_t next;                            // launch of the same rank, -1 for none
-};
-
 struct Failure {};
 
 struct Machine {
@@ -135,7 +129,6 @@ struct Machine {
   std::vector<Thread> threads;
   std::vector<Warp> warps;
   std::vector<Block> blocks;
-  std::vector<Queue> queues;  // by launch
   std::vector<uint32_t> runnable;
   Thread *current = nullptr;  // null while the scheduler runs
   Context scheduler;
