@@ -41,7 +41,7 @@ CACHED = ("no", "same", "rank")
 POISON = 1536.0  # in rows that nobody may read; finite in every dtype, and seen in any sum
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Case:
     """One exchange. Ranks are as many as `tokens` has entries.
 
@@ -164,7 +164,7 @@ class Case:
             "use_tma_aligned_col_major_sf": self.col_major_scales,
         }
 
-    def recipe(self) -> str:
+    def __repr__(self) -> str:
         """The expression that makes this case again."""
         changed = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
         return f"Case({', '.join(changed)})"
@@ -659,7 +659,7 @@ def assert_same(case: Case, expected: Sequence[Mapping[str, Any]], got: Sequence
                 problems.append(f"rank {rank}, {name}: {problem}")
     if problems:
         more = f"\n... and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise AssertionError("\n".join([*problems[:8]]) + more + f"\nin cases.{case.recipe()}")
+        raise AssertionError("\n".join([*problems[:8]]) + more + f"\nin cases.{case!r}")
 
 
 def _brief(value: Any) -> str:

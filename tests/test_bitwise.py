@@ -85,7 +85,7 @@ def test_schedules(backend: Runner, case: Case, schedule: int) -> None:
 def test_cases_have_names_of_their_own() -> None:
     names = [str(case) for case in GRID]
     assert len(set(names)) == len(names)
-    assert eval(GRID[0].recipe()) == GRID[0]
+    assert [eval(repr(case)) for case in GRID] == GRID
 
 
 def test_inputs_are_seeded_and_fresh() -> None:
