@@ -5,6 +5,7 @@ A fault that depends on the schedule must show within `FEW` seeds; the right pro
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -489,6 +490,20 @@ def test_what_cannot_be_compiled_is_refused(tmp_path: Path, monkeypatch: pytest.
     finally:
         monkeypatch.undo()
         sim_compile._compiler.cache_clear()
+
+
+def test_the_device_layers_agree() -> None:
+    """Function by function: the same names, parameters and results."""
+
+    def functions(path: Path) -> set[str]:
+        text = re.sub(r"//.*", "", path.read_text())
+        found = re.findall(r"((?:template <[^>]*> )?EP_DEVICE [\w ]+? ep_\w+\([^)]*\)) \{", text)
+        return {" ".join(signature.split()) for signature in found}
+
+    package = Path(sim_compile.__file__).parent.parent
+    device = functions(package / "kernels" / "device.cuh")
+    assert len(device) > 15
+    assert functions(package / "sim" / "include" / "sim_device.h") == device
 
 
 def test_no_warnings(tmp_path: Path) -> None:

@@ -230,7 +230,7 @@ static void add_regions(const SimRegion *regions, int32_t num_regions) {
   all.resize(kept);
   for (Region &r : all) {
     r.lines = static_cast<Line *>(calloc((r.end >> 4) - (r.begin >> 4) + 1, sizeof(Line)));
-    if (r.lines == nullptr) fail(kResources, "no memory to follow region '%s'", ordinal_name(r));
+    if (r.lines == nullptr) fail(kResources, "no memory to follow region '%s'", region_name(r));
   }
 }
 

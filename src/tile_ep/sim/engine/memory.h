@@ -62,7 +62,7 @@ struct Memory {
 
 static Memory memory;
 
-static const char *ordinal_name(const Region &r) { return r.name ? r.name : "unnamed"; }
+static const char *region_name(const Region &r) { return r.name ? r.name : "unnamed"; }
 
 static const Region *find_region(uint64_t address) {
   size_t low = 0, high = memory.regions.size();
@@ -86,13 +86,13 @@ static std::string locate(uint64_t address) {
   if (nearest == nullptr) {
     snprintf(text, sizeof text, "0x%llx (there are no regions)", static_cast<unsigned long long>(address));
   } else if (distance == 0) {
-    snprintf(text, sizeof text, "'%s' + %llu", ordinal_name(*nearest),
+    snprintf(text, sizeof text, "'%s' + %llu", region_name(*nearest),
              static_cast<unsigned long long>(address - nearest->begin));
   } else {
     snprintf(text, sizeof text, "0x%llx, %llu bytes %s the nearest region '%s' of %llu bytes",
              static_cast<unsigned long long>(address),
              static_cast<unsigned long long>(address < nearest->begin ? distance : distance - 1),
-             address < nearest->begin ? "before" : "past the end of", ordinal_name(*nearest),
+             address < nearest->begin ? "before" : "past the end of", region_name(*nearest),
              static_cast<unsigned long long>(nearest->end - nearest->begin));
   }
   return text;
