@@ -425,6 +425,22 @@ class Record:
     case: Case
     rank: int
     values: dict[str, Any] = field(default_factory=dict)
+    handles: dict[str, EPHandle] = field(default_factory=dict)
+
+    def keep(self, step: str, handle: EPHandle, topk_idx: torch.Tensor) -> None:
+        """Keep the handle of a dispatch of `topk_idx`, to note it at the end: no later call may change it."""
+        self.handles[step] = handle
+        if topk_idx.numel() and self.case.strides == "dense":
+            self.values[f"{step}.handle.shares_topk_idx"] = handle.topk_idx.data_ptr() == topk_idx.data_ptr()
+        if self.case.do_handle_copy:
+            topk_idx.fill_(-1)  # the handle has a copy: nothing may change
+
+    def finish(self, stats: torch.Tensor | None) -> dict[str, Any]:
+        """Everything noted, by name."""
+        for step, handle in self.handles.items():
+            self._handle(step, handle)
+        self.values["stats"] = None if stats is None else stats.cpu().clone()
+        return self.values
 
     def dispatch(
         self,
@@ -453,7 +469,7 @@ class Record:
         )
         return rows
 
-    def handle(self, step: str, handle: EPHandle) -> None:
+    def _handle(self, step: str, handle: EPHandle) -> None:
         """Note every public field but those that name the backend's own choices."""
         for f in fields(EPHandle):
             if f.name in ("num_sms", "buffer_id", "plan"):
@@ -492,10 +508,7 @@ def run_reference(case: Case) -> list[dict[str, Any]]:
     except _Overflow as overflow:
         for record in records:
             record.overflow(overflow.step, overflow.error)
-        return [record.values for record in records]
-    for record, given in zip(records, inputs, strict=True):
-        record.values["stats"] = given.stats
-    return [record.values for record in records]
+    return [record.finish(given.stats) for record, given in zip(records, inputs, strict=True)]
 
 
 class _Overflow(Exception):
@@ -550,9 +563,7 @@ def _reference_round(case: Case, number: int, inputs: list[Inputs], records: lis
 
     rows = note(f"dispatch{number}", outputs, case.do_expand)
     for record, output, item in zip(records, outputs, given, strict=True):
-        record.handle(f"dispatch{number}", output.handle)
-        if case.do_handle_copy:
-            item.topk_idx.fill_(-1)
+        record.keep(f"dispatch{number}", output.handle, item.topk_idx)
     combine(f"combine{number}", outputs, rows, [item.biases for item in given] if case.bias_count else None)
     if case.cached == "no":
         return
@@ -581,9 +592,7 @@ def run_rank(buffer: Buffer, case: Case, inputs: Inputs) -> dict[str, Any]:
             _rank_round(buffer, number, _placed(case, buffer.rank, item, buffer.device), stats, record)
     except _Overflow as overflow:
         record.overflow(overflow.step, overflow.error)
-        return record.values
-    record.values["stats"] = None if stats is None else stats.cpu()
-    return record.values
+    return record.finish(stats)
 
 
 def _rank_round(buffer: Buffer, number: int, given: Round, stats: torch.Tensor | None, record: Record) -> None:
@@ -620,9 +629,7 @@ def _rank_round(buffer: Buffer, number: int, given: Round, stats: torch.Tensor |
         record.combine(step, combined_x, combined_weights)
 
     rows = record.dispatch(f"dispatch{number}", recv_x, recv_topk_idx, recv_weights, handle, case.do_expand)
-    record.handle(f"dispatch{number}", handle)
-    if case.do_handle_copy:
-        given.topk_idx.fill_(-1)  # the handle has a copy: nothing may change
+    record.keep(f"dispatch{number}", handle, given.topk_idx)
     combine(f"combine{number}", recv_x, recv_weights, rows, given.biases)
     if case.cached == "no":
         return
@@ -779,8 +786,9 @@ _EXPANDED_GRID = [
 ]
 
 
-def _both_layouts(**values: Any) -> list[Case]:
+def _both_layouts(values: dict[str, Any]) -> list[Case]:
     """The case in the rank layout, and in the expanded one."""
+    values = dict(values)
     name = values.pop("name")
     return [
         Case(**values, name=name),
@@ -839,7 +847,7 @@ _SITUATIONS: list[Case] = [
         {"name": "large", "tokens": (190, 256, 77, 128), "num_experts": 64, "num_topk": 8, "hidden": 512, "heavy": True,
          "bias_count": 1, "combine_weights": True, "cached": "same"},
     ]
-    for case in _both_layouts(**values)
+    for case in _both_layouts(cast("dict[str, Any]", values))
 ]  # fmt: skip
 
 _OVERFLOWS = [
