@@ -40,7 +40,7 @@ class Fault:
     name: str
     kernel: str
     pattern: str
-    replacement: str | Callable[[re.Match[str]], str]
+    replacement: str
     why: str
 
 
@@ -51,9 +51,9 @@ FAULTS = [
     Fault(
         "no fence",
         "dispatch",
-        r"ep_fence_sys\(\);|(?<=ep_atomic_add_)acq_rel(?=_gpu\(counter, 1\))",
-        lambda match: "relaxed" if match.group(0) == "acq_rel" else "",
-        "what other threads of the block wrote is ordered before the done word",
+        r"ep_fence_sys\(\);",
+        "",
+        "what the threads of all blocks wrote is ordered before the done word, for peers too",
     ),
     Fault(
         "no entry wait",

@@ -290,6 +290,7 @@ def _announce_staged(s, c):
     """2a. Announce, once every block has staged: the rows are written, then fenced, then counted in."""
     i = T.alloc_var("int32")
     last = T.alloc_var("int32")
+    ep.fence_async_global()
     ep.fence()
     T.sync_threads()
     if c.tid == 0:
@@ -315,6 +316,7 @@ def _wait_ready(s, c):
             c.flags[0] = 1
         i = i + s.threads
     T.sync_threads()
+    ep.fence_async_global()
 
 
 def _row_address(s: CombineSpec, c: SimpleNamespace, source: ep.Expr) -> ep.Expr:

@@ -58,6 +58,9 @@ EP_DEVICE bool ep_mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
 }
 // Orders this thread's earlier reads and writes of shared memory before later accesses of the copy engine.
 EP_DEVICE void ep_fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// The same for global memory: what this thread wrote or has been shown comes before later accesses of the copy engine, and
+// what it wrote before those of copy engines elsewhere that are told to go on.
+EP_DEVICE void ep_fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // -- bulk copies: 16-byte aligned addresses and sizes; loads complete on a barrier, stores in groups.
 EP_DEVICE void ep_bulk_load(uint32_t shared, uint64_t address, uint32_t bytes, uint32_t barrier) {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ KernelSpec = DispatchSpec | CombineSpec
 _LOG = logging.getLogger("tile_ep")
 _SLOW_S = 2.0
 _COMPILE_LOCK = threading.Lock()
+_SOURCES: dict[tuple[KernelSpec, str, bool], str] = {}
 _CHECKED_OFF = "tl.disable_safe_memory_legalize"
 
 
@@ -36,9 +36,8 @@ def pass_configs(checked: bool = False) -> dict[str, bool]:
     return {name: value for name, value in PASS_CONFIGS.items() if not (checked and name == _CHECKED_OFF)}
 
 
-@functools.cache
 def cuda_source(spec: KernelSpec, arch: str = "sm_90a", checked: bool = False) -> str:
-    """CUDA text of `spec`. Needs no GPU.
+    """CUDA text of `spec`. Needs no GPU. Made once, however many threads ask at the same time.
 
     Args:
         arch: compute capability as nvcc spells it: sm_90a, sm_100a.
@@ -47,9 +46,13 @@ def cuda_source(spec: KernelSpec, arch: str = "sm_90a", checked: bool = False) -
     import tilelang
     from tilelang import tvm
 
-    target = tvm.target.Target({"kind": "cuda", "arch": arch})
-    with _COMPILE_LOCK, target, tvm.transform.PassContext(config=pass_configs(checked)):
-        return str(tilelang.lower(build(spec), target=target).kernel_source)
+    key = spec, arch, checked
+    with _COMPILE_LOCK:
+        if key not in _SOURCES:
+            target = tvm.target.Target({"kind": "cuda", "arch": arch})
+            with target, tvm.transform.PassContext(config=pass_configs(checked)):
+                _SOURCES[key] = str(tilelang.lower(build(spec), target=target).kernel_source)
+        return _SOURCES[key]
 
 
 class CudaKernel:

@@ -156,6 +156,11 @@ def fence_async_shared() -> Expr:
     return T.call_extern("handle", "ep_fence_async_shared")
 
 
+def fence_async_global() -> Expr:
+    """The same for global memory: after rows were stored one way, before they are copied the other."""
+    return T.call_extern("handle", "ep_fence_async_global")
+
+
 def first_lane(mask: Expr) -> Expr:
     """The lowest lane of a non-empty `mask`."""
     return T.__ffs(T.cast(mask, "int32")) - 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import time
 import weakref
@@ -29,10 +28,16 @@ PHASES = {**dispatch.PHASES, **combine.PHASES}
 _MAX_BLOCKS = 8
 
 
-@functools.cache
+_KERNELS: dict[KernelSpec, SimKernel] = {}
+_KERNELS_LOCK = threading.Lock()
+
+
 def simulated_kernel(spec: KernelSpec) -> SimKernel:
-    """The generated source of `spec`, compiled for the simulator."""
-    return compile_source(cuda_source(spec), spec.threads)
+    """The generated source of `spec`, compiled for the simulator; once, however many ranks ask at the same time."""
+    with _KERNELS_LOCK:
+        if spec not in _KERNELS:
+            _KERNELS[spec] = compile_source(cuda_source(spec), spec.threads)
+        return _KERNELS[spec]
 
 
 class Simulation:

@@ -33,6 +33,7 @@ EP_DEVICE bool ep_mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
   return tile_ep_sim_mbarrier_try_wait(barrier, parity) != 0;
 }
 EP_DEVICE void ep_fence_async_shared() { tile_ep_sim_fence_async_shared(); }
+EP_DEVICE void ep_fence_async_global() {}  // not modelled
 
 EP_DEVICE void ep_bulk_load(uint32_t shared, uint64_t address, uint32_t bytes, uint32_t barrier) {
   tile_ep_sim_bulk_load(shared, address, bytes, barrier);
