@@ -125,8 +125,8 @@ FAULTS = [
     Fault(
         "ring slot refilled early",
         "combine",
-        r"int (slot_\d+) = slot;",
-        r"int \1 = (slot + 1) % 3;",
+        r"(room = .*fetched.*) < (\(?added \+ )?3",
+        r"\1 < \g<2>4",
         "a ring slot is fetched into after every lane has read it",
     ),
 ]

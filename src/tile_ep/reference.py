@@ -160,7 +160,7 @@ def dispatch(
 
         def received(parts: list[torch.Tensor], blank: int) -> torch.Tensor:
             out = _filled((number, parts[0].shape[1]), parts[0].dtype, blank)  # noqa: B023
-            moved = [part.contiguous().view(torch.uint8)[t] for part, t in zip(parts, sources, strict=True)]  # noqa: B023
+            moved = [_bytes(part)[t] for part, t in zip(parts, sources, strict=True)]  # noqa: B023
             out.view(torch.uint8)[targets] = torch.cat(moved)  # noqa: B023
             return out
 
@@ -404,6 +404,12 @@ def _filled(shape: tuple[int, int], dtype: torch.dtype, byte: int) -> torch.Tens
     out = torch.empty(shape, dtype=dtype)
     out.view(torch.uint8).fill_(byte)
     return out
+
+
+def _bytes(rows: torch.Tensor) -> torch.Tensor:
+    """`[T, bytes of a row]` uint8. PyTorch calls a tensor contiguous whatever its strides along short dimensions are."""
+    dense = torch.empty(rows.shape, dtype=rows.dtype)
+    return dense.copy_(rows).view(torch.uint8)
 
 
 def _column_major(scales: torch.Tensor) -> torch.Tensor:

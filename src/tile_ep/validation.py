@@ -49,9 +49,8 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     PyTorch calls a tensor contiguous whatever its strides are along dimensions of size 0 or 1.
     """
     tensor = tensor.contiguous()
-    if min(tensor.shape) > 1 or tensor.stride() == _natural_strides(tensor.shape):
-        return tensor
-    return tensor.view(-1).view(tensor.shape)
+    natural = _natural_strides(tensor.shape)
+    return tensor if tensor.stride() == natural else tensor.as_strided(tensor.shape, natural)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -342,93 +342,95 @@ def _load_sources(s, c, token, source, number):
 
 
 @T.macro
-def _seek(s, c, cur, acc, value):
+def _take_with_rows(s, c, item, source, number, acc, value):
     """Take the next item, a chunk of a token's row, that has rows to pull. One that has none is finished here."""
-    cur.dest[0] = 0
-    _take(c, cur.item)
-    _load_sources(s, c, cur.item[0] // s.num_chunks, cur.source, cur.number)
-    while T.And(cur.item[0] < c.num_tokens * s.num_chunks, cur.number[0] == 0):
-        _start_sum(s, c, cur.item[0], acc, value)
-        _write_sum(s, c, cur.item[0], acc, value)
-        _take(c, cur.item)
-        _load_sources(s, c, cur.item[0] // s.num_chunks, cur.source, cur.number)
-
-
-@T.macro
-def _issue(s, c, cur, slot, acc, value):
-    """Fetch the chunk of the cursor's next row into `slot` and move the cursor on. Past the last item it does nothing."""
-    source = T.alloc_var("int32")
-    here = T.alloc_var("bool")
-    here = cur.item[0] < c.num_tokens * s.num_chunks
-    if here:
-        source = T.shfl_sync(cur.source[0], cur.dest[0])
-        if c.lane == 0:
-            c.slot_item[c.warp, slot] = cur.item[0]
-            ep.fetch(
-                c.stage[c.warp, slot, 0],
-                _row_address(s, c, source) + ep.u64(cur.item[0] % s.num_chunks * s.chunk_bytes),
-                _chunk_size(s, cur.item[0]),
-                c.bars[c.warp, slot],
-            )
-        cur.issued[0] = cur.issued[0] + 1
-        cur.dest[0] = cur.dest[0] + 1
-    here = T.And(here, cur.dest[0] == cur.number[0])
-    if here:
-        _seek(s, c, cur, acc, value)
+    number[0] = 0
+    item[0] = -1
+    while T.And(item[0] < c.num_tokens * s.num_chunks, number[0] == 0):
+        if item[0] >= 0:
+            _start_sum(s, c, item[0], acc, value)
+            _write_sum(s, c, item[0], acc, value)
+        _take(c, item)
+        _load_sources(s, c, item[0] // s.num_chunks, source, number)
 
 
 @T.macro
 def _reduce_bulk(s, c):
-    """3. Pull and reduce. Chunks pass through a ring in the warp's shared memory, fetched `depth` ahead of the sum; the slot
-    of a chunk is fetched into again only after every lane has read it.
+    """3. Pull and reduce. Chunks pass through a ring in the warp's shared memory. As long as the ring has room the warp
+    fetches; else it adds the oldest chunk, and the memory of that one is fetched into again after every lane has read it.
     """
     V = s.vector
-    item = T.alloc_var("int32")
-    dest = T.alloc_var("int32")
+    fetched = T.alloc_var("int32")  # chunks of rows
+    added = T.alloc_var("int32")
+    dest = T.alloc_var("int32")  # of `item`, the next to fetch
+    left = T.alloc_var("int32")  # of `summed`, still to add
+    summed = T.alloc_var("int32")
     slot = T.alloc_var("int32")
-    parity = T.alloc_var("int32")
-    summed = T.alloc_var("int32")  # rows' chunks
+    more = T.alloc_var("bool")  # rows to fetch
+    room = T.alloc_var("bool")
+    done = T.alloc_var("bool")  # with the rows of `item`
+    first = T.alloc_var("bool")
+    row = T.alloc_var("int32")
+    item = T.alloc_local((1,), "int32")
     source = T.alloc_local((1,), "int32")
     number = T.alloc_local((1,), "int32")
+    old_source = T.alloc_local((1,), "int32")
+    old_number = T.alloc_local((1,), "int32")
     acc = T.alloc_local((s.lane_vectors * V,), "float32")
-    scratch = T.alloc_local((s.lane_vectors * V,), "float32")
+    none = T.alloc_local((s.lane_vectors * V,), "float32")
     value = T.alloc_local((V,), s.dtype)
-    ahead_item = T.alloc_local((1,), "int32")
-    ahead_dest = T.alloc_local((1,), "int32")
-    ahead_source = T.alloc_local((1,), "int32")
-    ahead_number = T.alloc_local((1,), "int32")
-    issued = T.alloc_local((1,), "int32")
-    cur = SimpleNamespace(item=ahead_item, dest=ahead_dest, source=ahead_source, number=ahead_number, issued=issued)
-    issued[0] = 0
-    summed = 0
-    slot = 0
-    parity = 0
-    _seek(s, c, cur, scratch, value)
-    for i in T.serial(s.depth):
-        _issue(s, c, cur, i, scratch, value)
-    while summed < issued[0]:
-        T.sync_warp()
-        item = c.slot_item[c.warp, slot]
-        _load_sources(s, c, item // s.num_chunks, source, number)
-        _start_sum(s, c, item, acc, value)
-        dest = 0
-        while dest < number[0]:
-            ep.barrier_wait(c.bars[c.warp, slot], parity)
+    fetched = 0
+    added = 0
+    left = 0
+    dest = 0
+    number[0] = 0
+    more = True
+    while T.Or(more, added < fetched):
+        room = T.And(more, fetched - added < s.depth)
+        if room:
+            done = dest == number[0]
+            if done:
+                _take_with_rows(s, c, item, source, number, none, value)
+                more = item[0] < c.num_tokens * s.num_chunks
+                dest = 0
+            if more:
+                row = T.shfl_sync(source[0], dest)
+                _fetch_chunk(s, c, item[0], row, fetched % s.depth)
+                fetched = fetched + 1
+                dest = dest + 1
+        else:
+            slot = added % s.depth
+            first = left == 0
+            if first:
+                T.sync_warp()
+                summed = c.slot_item[c.warp, slot]
+                _load_sources(s, c, summed // s.num_chunks, old_source, old_number)
+                _start_sum(s, c, summed, acc, value)
+                left = old_number[0]
+            ep.barrier_wait(c.bars[c.warp, slot], added // s.depth % 2)
             for v in T.unroll(s.lane_vectors):
-                if _holds(s, c, item, v):
+                if _holds(s, c, summed, v):
                     for i in T.vectorized(V):
                         value[i] = c.stage[c.warp, slot, (v * 32 + c.lane) * V + i]
                     for i in T.unroll(V):
                         acc[v * V + i] = acc[v * V + i] + T.cast(value[i], "float32")
             T.sync_warp()
-            _issue(s, c, cur, slot, scratch, value)
-            summed = summed + 1
-            slot = slot + 1
-            if slot == s.depth:
-                parity = 1 - parity
-            slot = slot % s.depth
-            dest = dest + 1
-        _write_sum(s, c, item, acc, value)
+            added = added + 1
+            left = left - 1
+            if left == 0:
+                _write_sum(s, c, summed, acc, value)
+
+
+@T.macro
+def _fetch_chunk(s, c, item, row, slot):
+    if c.lane == 0:
+        c.slot_item[c.warp, slot] = item
+        ep.fetch(
+            c.stage[c.warp, slot, 0],
+            _row_address(s, c, row) + ep.u64(item % s.num_chunks * s.chunk_bytes),
+            _chunk_size(s, item),
+            c.bars[c.warp, slot],
+        )
 
 
 def _chunk_size(s: CombineSpec, item: ep.Expr) -> ep.Expr:

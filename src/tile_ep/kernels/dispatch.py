@@ -603,46 +603,44 @@ def _scatter_bulk(s, c):
     memory of a chunk is fetched into again only after every lane's stores have read it.
     """
     turn = T.alloc_var("int32")  # chunks this warp has had
-    item = T.alloc_var("int32")
-    items = T.alloc_var("int32")
+    here = T.alloc_var("bool")  # the warp holds a chunk
+    more = T.alloc_var("bool")  # it has not seen the last one
+    item = T.alloc_local((1,), "int32")
     to = T.alloc_local((1,), "uint64")
-    taken = T.alloc_local((1,), "int32")
-    items = c.num_tokens * s.num_chunks
     turn = 0
-    _take_chunk(s, c, turn, taken, to)
-    item = taken[0]
-    while item < items:
-        ep.barrier_wait(c.bars[c.warp, turn % s.depth], turn // s.depth % 2)
-        if to[0] != T.uint64(0):
-            ep.push(to[0], c.stage[c.warp, turn % s.depth, 0], _chunk_size(s, item % s.num_chunks))
-        ep.push_commit()
-        turn = turn + 1
-        _take_chunk(s, c, turn, taken, to)
-        item = taken[0]
+    here = False
+    more = True
+    while more:
+        if here:
+            ep.barrier_wait(c.bars[c.warp, turn % s.depth], turn // s.depth % 2)
+            if to[0] != T.uint64(0):
+                ep.push(to[0], c.stage[c.warp, turn % s.depth, 0], _chunk_size(s, item[0] % s.num_chunks))
+            ep.push_commit()
+            turn = turn + 1
+        _take(c, item)
+        more = item[0] < c.num_tokens * s.num_chunks
+        if more:
+            ep.push_wait_read(s.depth - 1)
+            T.sync_warp()
+            _fetch_chunk(s, c, item[0], turn % s.depth)
+            _address_token(s, c, item[0] // s.num_chunks, item[0] % s.num_chunks, to)
+        here = more
+
+
+@T.macro
+def _fetch_chunk(s, c, item, turn):
+    if c.lane == 0:
+        ep.fetch(
+            c.stage[c.warp, turn, 0],
+            ep.at(c.x, item // s.num_chunks, s.data_bytes) + ep.u64(item % s.num_chunks * s.chunk_bytes),
+            _chunk_size(s, item % s.num_chunks),
+            c.bars[c.warp, turn],
+        )
 
 
 def _chunk_size(s: DispatchSpec, part: ep.Expr) -> ep.Expr:
     last = s.data_bytes - (s.num_chunks - 1) * s.chunk_bytes
     return s.chunk_bytes if last == s.chunk_bytes else T.if_then_else(part == s.num_chunks - 1, last, s.chunk_bytes)
-
-
-@T.macro
-def _take_chunk(s, c, turn, item, to):
-    """The warp's next chunk: `item[0]` of the rank's, fetched into the memory of its turn, and where it goes."""
-    here = T.alloc_var("bool")
-    _take(c, item)
-    here = item[0] < c.num_tokens * s.num_chunks
-    if here:
-        ep.push_wait_read(s.depth - 1)
-        T.sync_warp()
-        if c.lane == 0:
-            ep.fetch(
-                c.stage[c.warp, turn % s.depth, 0],
-                ep.at(c.x, item[0] // s.num_chunks, s.data_bytes) + ep.u64(item[0] % s.num_chunks * s.chunk_bytes),
-                _chunk_size(s, item[0] % s.num_chunks),
-                c.bars[c.warp, turn % s.depth],
-            )
-        _address_token(s, c, item[0] // s.num_chunks, item[0] % s.num_chunks, to)
 
 
 @T.macro
