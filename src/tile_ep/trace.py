@@ -94,7 +94,8 @@ class Trace:
         if missing:
             held = ", ".join(sorted(tensors)) or "nothing"
             raise TraceError(f"{path}: lacks {', '.join(missing)}; it holds {held}. Write a trace with {_EXAMPLE}")
-        trace = cls(*(tensors[name] for name in REQUIRED), tensors.get("document"), metadata)
+        x, topk_idx, topk_weights = (tensors[name] for name in REQUIRED)
+        trace = cls(x, topk_idx, topk_weights, tensors.get("document"), metadata)
         try:
             trace.validate()
         except TraceError as error:
@@ -184,7 +185,7 @@ class Trace:
         """The tokens of each document, ascending; all of them are one document where none are known."""
         if self.document is None:
             return [torch.arange(self.num_tokens)] if self.num_tokens else []
-        return [(self.document == name).nonzero().flatten() for name in self.document.unique()]
+        return [(self.document == name).nonzero().flatten() for name in sorted(set(self.document.tolist()))]
 
     def split(self, num_ranks: int) -> list[torch.Tensor]:
         """Deal the tokens to ranks: whole documents, the longest first, each to the rank that holds least so far.
@@ -224,7 +225,7 @@ class Trace:
             "hidden": self.hidden,
             "topk": self.num_topk,
             "experts": self.num_experts,
-            "documents": None if self.document is None else len(self.document.unique()),
+            "documents": None if self.document is None else len(set(self.document.tolist())),
             "skew": float(load.max()) / mean if mean else 0.0,
         }
 

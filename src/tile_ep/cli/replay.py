@@ -189,7 +189,7 @@ def _check_files(settings: Settings) -> None:
 def _readable_errors(console: Console) -> Iterator[None]:
     try:
         yield
-    except (TileEPError, OSError) as error:
+    except (TileEPError, OSError, RuntimeError) as error:
         if isinstance(error, WorkerError) and error.details:
             console.print(error.details, style="dim", markup=False, highlight=False)
         console.print("error: ", style="bold red", end="")

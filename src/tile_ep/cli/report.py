@@ -56,7 +56,7 @@ class Report:
         """One line, in rich markup."""
         said = f"relative error {self.error:.2e}, tolerance {self.tolerance:.2g} ({self.payload})"
         if self.passed:
-            return f"[bold green]PASS[/]: {len(self.ranks)} ranks agree with the dense layer, {said}"
+            return f"[bold green]PASS[/]: outputs of {_ranks(len(self.ranks))} agree with the dense layer, {said}"
         wrong = [rank for rank, error in enumerate(self.errors) if not error <= self.tolerance]
         return f"[bold red]FAIL[/]: output of rank(s) {', '.join(map(str, wrong))} is off, {said}"
 
@@ -124,11 +124,15 @@ def print_report(console: Console, report: Report) -> None:
         soft_wrap=True,
     )
     console.print(
-        f"{len(report.ranks)} ranks, {report.layout} layout, {report.payload} payload, {report.backend} backend",
+        f"{_ranks(len(report.ranks))}, {report.layout} layout, {report.payload} payload, {report.backend} backend",
         highlight=False,
     )
     console.print(_traffic_table(report))
     console.print(_work_table(report))
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def _traffic_table(report: Report) -> Table:
@@ -169,7 +173,9 @@ def _total_column(table: Table, name: str, total: int) -> None:
 
 
 def _work_table(report: Report) -> Table:
-    table = Table(title="Experts (selections) and time (ms)", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+    table = Table(
+        title="Experts (selections) and time (ms)", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
     for name in ("rank", "experts", "busiest", "idlest", *PHASES, "error"):
         table.add_column(name, justify="right")
     for result, first, error in zip(report.ranks, report.first_experts, report.errors, strict=True):
@@ -177,8 +183,8 @@ def _work_table(report: Report) -> Table:
         table.add_row(
             str(result.rank),
             f"{first}-{first + len(result.load_per_expert) - 1}",
-            f"{busiest} ({result.load_per_expert[busiest - first]:,})",
-            f"{idlest} ({result.load_per_expert[idlest - first]:,})",
+            f"{busiest} ({result.load_per_expert[busiest - first]})",
+            f"{idlest} ({result.load_per_expert[idlest - first]})",
             *(f"{1e3 * result.seconds[phase]:.1f}" for phase in PHASES),
             f"{error:.1e}",
         )
@@ -191,9 +197,9 @@ def size(num_bytes: float) -> str:
         if num_bytes < 1000 or unit == "GB":
             break
         num_bytes /= 1000
-    return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.2f} {unit}"
+    return f"{num_bytes:.0f}\u00a0B" if unit == "B" else f"{num_bytes:.2f}\u00a0{unit}"
 
 
 def share_saved(sent: int, without_dedup: int) -> str:
     """What the deduplication leaves out, in percent."""
-    return f"{100 * (1 - sent / without_dedup):.0f} %" if without_dedup else "-"
+    return f"{100 * (1 - sent / without_dedup):.0f}%" if without_dedup else "-"

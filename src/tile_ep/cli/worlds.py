@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import socket
 import tempfile
 import time
@@ -21,7 +22,7 @@ import torch
 
 from tile_ep.buffer import Buffer
 from tile_ep.cli.rank import RankResult, RankTask, run_rank
-from tile_ep.errors import PeerTimeoutError, TileEPError
+from tile_ep.errors import BackendUnavailableError, PeerTimeoutError, TileEPError
 from tile_ep.trace import Trace
 
 Outcome = tuple[RankResult, torch.Tensor]
@@ -72,6 +73,10 @@ def run_ranks(backend: BackendName, shards: list[Trace], task: RankTask, tick: T
 
 
 def _in_this_process(backend: BackendName, shards: list[Trace], task: RankTask, tick: Tick) -> list[Outcome]:
+    if backend is BackendName.cuda_loopback and not torch.cuda.is_available():
+        raise BackendUnavailableError(
+            "--backend cuda-loopback: PyTorch sees no CUDA device here. Use --backend sim, which runs the same kernels"
+        )
     from tile_ep.worlds.loopback import loopback
 
     with loopback(
@@ -101,7 +106,9 @@ def _in_processes(shards: list[Trace], task: RankTask, tick: Tick) -> list[Outco
             for rank, shard in enumerate(shards):
                 shard.save(_shard_path(folder, rank))
                 reader, writer = context.Pipe(duplex=False)
-                process = context.Process(target=_worker, args=(rank, folder, task, writer), daemon=True)
+                process: BaseProcess = context.Process(
+                    target=_worker, args=(rank, folder, task, writer), name=f"rank {rank}", daemon=True
+                )
                 process.start()
                 writer.close()  # so that the end of the process is the end of the pipe
                 processes.append(process)
@@ -198,6 +205,7 @@ def _end(processes: list[BaseProcess]) -> None:
 
 
 def _worker(rank: int, folder: Path, task: RankTask, pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command is interrupted, and ends its workers
     try:
         result, output = _process_rank(rank, folder, task, lambda: pipe.send(None))
         torch.save(output, _output_path(folder, rank))
