@@ -146,7 +146,8 @@ class Trace:
         if bool(bad.any()):
             token, k = bad.nonzero()[0].tolist()
             raise TraceError(
-                f"topk_idx: {int(bad.sum())} entries are outside -1..{self.num_experts - 1}, the first at token {token}, "
+                f"topk_idx: {int(bad.sum())} entries are outside -1..{self.num_experts - 1}, the first at token
+                {token}, "
                 f"selection {k}: {int(self.topk_idx[token, k])} (the trace has {self.num_experts} experts)"
             )
 

@@ -151,8 +151,8 @@ def _traffic_table(report: Report) -> Table:
     _total_column(table, "rows kept", sum(result.rows_kept for result in results))
     _total_column(table, "rows sent", sum(result.rows_sent for result in results))
     _total_column(table, "rows received", sum(result.rows_received for result in results))
-    table.add_column("bytes sent", size(sent), justify="right")
-    table.add_column("without dedup", size(undeduplicated), justify="right")
+    table.add_column("bytes sent", size(sent), justify="right", no_wrap=True)
+    table.add_column("without dedup", size(undeduplicated), justify="right", no_wrap=True)
     table.add_column("saved", share_saved(sent, undeduplicated), justify="right")
     for result in results:
         table.add_row(
@@ -197,7 +197,7 @@ def size(num_bytes: float) -> str:
         if num_bytes < 1000 or unit == "GB":
             break
         num_bytes /= 1000
-    return f"{num_bytes:.0f}\u00a0B" if unit == "B" else f"{num_bytes:.2f}\u00a0{unit}"
+    return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.2f} {unit}"
 
 
 def share_saved(sent: int, without_dedup: int) -> str:
