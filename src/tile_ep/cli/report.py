@@ -118,8 +118,8 @@ def print_report(console: Console, report: Report) -> None:
     trace = report.trace
     documents = "" if trace["documents"] is None else f" of {trace['documents']} documents"
     console.print(
-        f"{trace['tokens']:,} tokens{documents}, hidden {trace['hidden']}, top-{trace['topk']} of {trace['experts']} experts "
-        f"(busiest {trace['skew']:.1f}x the mean)",
+        f"{trace['tokens']:,} tokens{documents}, hidden {trace['hidden']}, "
+        f"top-{trace['topk']} of {trace['experts']} experts (busiest {trace['skew']:.1f}x the mean)",
         highlight=False,
         soft_wrap=True,
     )
@@ -140,7 +140,7 @@ def _traffic_table(report: Report) -> Table:
         title="Dispatch: one row per (token, rank)",
         title_justify="left",
         box=box.SIMPLE_HEAD,
-        padding=(0, 1),
+        padding=(0, 1, 0, 0),
         show_footer=True,
     )
     results = report.ranks

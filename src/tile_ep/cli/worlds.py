@@ -210,7 +210,7 @@ def _worker(rank: int, folder: Path, task: RankTask, pipe: Connection) -> None:
         result, output = _process_rank(rank, folder, task, lambda: pipe.send(None))
         torch.save(output, _output_path(folder, rank))
         pipe.send(result)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the command reports it
+    except Exception as error:
         said = f"failed: {error}" if isinstance(error, TileEPError) else f"failed: {type(error).__name__}: {error}"
         pipe.send(_Failure(rank, said, traceback.format_exc(), isinstance(error, PeerTimeoutError)))
     pipe.close()
