@@ -146,9 +146,9 @@ class Trace:
         if bool(bad.any()):
             token, k = bad.nonzero()[0].tolist()
             raise TraceError(
-                f"topk_idx: {int(bad.sum())} entries are outside -1..{self.num_experts - 1}, the first at token
-                {token}, "
-                f"selection {k}: {int(self.topk_idx[token, k])} (the trace has {self.num_experts} experts)"
+                f"topk_idx: {int(bad.sum())} entries are outside -1..{self.num_experts - 1}, the first at "
+                f"token {token}, selection {k}: {int(self.topk_idx[token, k])} "
+                f"(the trace has {self.num_experts} experts)"
             )
 
     def with_experts(self, num_experts: int) -> Trace:
