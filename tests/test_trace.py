@@ -138,7 +138,7 @@ def test_shorten_takes_the_beginning_of_every_document() -> None:
 
 
 def test_the_shipped_trace_is_small_whole_and_skewed() -> None:
-    shipped = resources.files("tile_ep").joinpath("data", "demo_trace.safetensors")
+    shipped = resources.files("tile_ep") / "data" / "demo_trace.safetensors"
     with resources.as_file(shipped) as path:
         assert path.stat().st_size <= 2_000_000
         trace = Trace.read(path)

@@ -24,7 +24,7 @@ def demo(
     json_file: opt.Json = None,
 ) -> None:
     """Replay the trace that comes with TileEP: 2,304 tokens of real text, 64 experts, top-8."""
-    shipped = resources.files("tile_ep").joinpath("data", "demo_trace.safetensors")
+    shipped = resources.files("tile_ep") / "data" / "demo_trace.safetensors"
     with resources.as_file(shipped) as path:
         execute(
             Settings(path, ranks, layout, payload, backend, tokens, experts, seed, tolerance, timeout, plot, json_file)
