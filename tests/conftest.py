@@ -60,9 +60,7 @@ def to_cpu(value: Any) -> Any:
 
 def run_in_process(rank: int, case: Any, inputs: Any) -> dict[str, Any]:
     """One rank of the collective backend; runs in a worker."""
-    import cases
-
-    from tile_ep import Buffer
+    from tile_ep import Buffer, cases
 
     with Buffer(**case.buffer_arguments(), backend="collective", timeout_s=60) as buffer:
         result: dict[str, Any] = cases.run_rank(buffer, case, inputs)
@@ -81,7 +79,7 @@ class CollectiveRunner:
         return None if case.num_ranks <= 16 else "at most 16 processes"
 
     def run(self, case: Any) -> list[dict[str, Any]]:
-        import cases
+        from tile_ep import cases
 
         inputs = cases.make_inputs(case)
         return self._pools(case.num_ranks).run(
@@ -99,9 +97,8 @@ class LoopbackRunner:
         return None if case.num_ranks <= 8 else "at most 8 ranks in one process"
 
     def run(self, case: Any) -> list[dict[str, Any]]:
-        import cases
-
         import tile_ep
+        from tile_ep import cases
 
         inputs = cases.make_inputs(case)
         with tile_ep.loopback(case.num_ranks, device=self._device, **case.buffer_arguments()) as ranks:

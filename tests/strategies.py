@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from cases import CACHED, INDEX_DTYPES, MASKS, PAYLOADS, ROW_DTYPES, SCALED, SKEWS, STRIDES, Case
 from hypothesis import strategies as st
+
+from tile_ep.cases import CACHED, INDEX_DTYPES, MASKS, PAYLOADS, ROW_DTYPES, SCALED, SKEWS, STRIDES, Case
 
 
 @st.composite

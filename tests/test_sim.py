@@ -314,7 +314,7 @@ def test_deadlocks_name_who_waits_for_what() -> None:
 
 
 def test_mixed_collectives_are_named() -> None:
-    with pytest.raises(sim.SimMisuse, match="__s.* at line .*, while lane .* of the same mask ffffffff is in __s"):
+    with pytest.raises(sim.SimMisuse, match=r"__s.* at line .*, while lane .* of the same mask ffffffff is in __s"):
         stick("mixed collectives")
     with pytest.raises(sim.SimMisuse, match=r"lane 5 .*the mask 00000001 does not name the calling lane"):
         stick("foreign mask")
@@ -512,7 +512,9 @@ def test_no_warnings(tmp_path: Path) -> None:
     here = Path(sim_compile.__file__).parent
     for source in (here / "engine" / "engine.cpp", tmp_path / "headers.cpp"):
         subprocess.run(
-            ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
-            + [f"-I{here / 'include'}", str(source)],
+            [
+                *("g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fsyntax-only"),
+                *(f"-I{here / 'include'}", str(source)),
+            ],
             check=True,
         )

@@ -33,7 +33,7 @@ def per_token_cast_to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     if x.dim() != 2 or not x.is_floating_point():
         raise ArgumentError("x", f"{list(x.shape)} {x.dtype}", "[num_tokens, hidden] of floats")
-    num_tokens, hidden = x.shape
+    hidden = x.shape[1]
     blocks = _blocks(x.float())
     scales = blocks.abs().amax(dim=2).clamp(min=_SMALLEST_MAXIMUM) / FP8_MAX
     data = (blocks / scales.unsqueeze(2)).to(torch.float8_e4m3fn)

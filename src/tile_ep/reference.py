@@ -93,8 +93,8 @@ def dispatch(
     indices = [_checked(idx, num_experts) for idx in topk_idxs]
     owners = [_owners(idx, partition) for idx in indices]
     # Selections of each expert, over all ranks: the rows of its expanded segment.
-    counts = sum((torch.bincount(idx[idx >= 0], minlength=num_experts) for idx in indices), torch.zeros(num_experts))
-    counts = [int(count) for count in counts]
+    selected = torch.cat([idx[idx >= 0] for idx in indices])
+    counts: list[int] = torch.bincount(selected, minlength=num_experts).tolist()
 
     rows = _rank_rows(owners, num_ranks)
     expanded_rows, rows_needed = None, None

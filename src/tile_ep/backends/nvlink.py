@@ -201,7 +201,8 @@ class NvlinkBackend:
             },
         )
         self._read_since_combine = True
-        num_rows, expert_counts = capacity, []
+        num_rows = capacity
+        expert_counts: list[int] = []
         if handle is not None:
             num_rows = handle.num_recv_tokens
             if request.stats is not None:

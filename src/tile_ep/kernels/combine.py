@@ -133,12 +133,13 @@ def build(spec: CombineSpec) -> Any:
             own = peers[rank]
             epoch = ep.get(own + T.uint64(spec.control.epoch), "uint64") + T.uint64(1)
             c = SimpleNamespace(
-                peers=peers, y=ep.u64(y), y_weights=ep.u64(y_weights), bias_0=ep.u64(bias_0), bias_1=ep.u64(bias_1), topk_idx=ep.u64(topk_idx), rows=ep.u64(rows),
-                sources=ep.u64(sources), counts=ep.u64(counts), out=ep.u64(out), out_weights=ep.u64(out_weights), status=ep.u64(status), rank=rank,
-                capacity=capacity, rows_at=rows_at, weights_at=weights_at, timeout_ns=ep.u64(timeout_ns),
-                num_blocks=num_blocks, block=block, tid=tid, warp=tid // 32, lane=tid % 32, own=own, epoch=epoch,
-                num_tokens=num_tokens, taken=own + T.uint64(spec.control.taken), stage=stage, bars=bars,
-                stage_bars=stage_bars, slot_item=slot_item, flags=flags,
+                peers=peers, y=ep.u64(y), y_weights=ep.u64(y_weights), bias_0=ep.u64(bias_0), bias_1=ep.u64(bias_1),
+                topk_idx=ep.u64(topk_idx), rows=ep.u64(rows), sources=ep.u64(sources), counts=ep.u64(counts),
+                out=ep.u64(out), out_weights=ep.u64(out_weights), status=ep.u64(status), rank=rank, capacity=capacity,
+                rows_at=rows_at, weights_at=weights_at, timeout_ns=ep.u64(timeout_ns), num_blocks=num_blocks,
+                block=block, tid=tid, warp=tid // 32, lane=tid % 32, own=own, epoch=epoch, num_tokens=num_tokens,
+                taken=own + T.uint64(spec.control.taken), stage=stage, bars=bars, stage_bars=stage_bars,
+                slot_item=slot_item, flags=flags,
             )  # fmt: skip
             _prepare(spec, c)
             if spec.staged or spec.has_weights:

@@ -77,7 +77,7 @@ class DispatchSpec:
 
 def build(spec: DispatchSpec) -> Any:
     """The kernel of `spec`, a TileLang `PrimFunc`."""
-    R, K, W = spec.num_ranks, spec.num_topk, spec.num_warps
+    R, W = spec.num_ranks, spec.num_warps
     stage_shape = (W, spec.depth, align(spec.chunk_bytes, ROW_ALIGNMENT)) if spec.bulk else (1, 1, 16)
 
     @T.prim_func
@@ -139,13 +139,15 @@ def build(spec: DispatchSpec) -> Any:
             share = T.max(T.ceildiv(block_end - block_begin, W), 1)
 
             c = SimpleNamespace(
-                peers=peers, topk_idx=ep.u64(topk_idx), idx_copy=ep.u64(idx_copy), topk_weights=ep.u64(topk_weights), x=ep.u64(x), x_scales=ep.u64(x_scales), rows=ep.u64(rows),
-                sources=ep.u64(sources), counts=ep.u64(counts), src_metadata=ep.u64(src_metadata), stats=ep.u64(stats), host=ep.u64(host), status=ep.u64(status),
-                rank=rank, num_tokens=num_tokens, max_tokens=max_tokens, alignment=alignment, slot=slot, slots_at=slots_at,
-                slot_bytes=slot_bytes, scales_at=scales_at, idx_at=idx_at, weights_at=weights_at, source_at=source_at,
-                timeout_ns=ep.u64(timeout_ns), num_blocks=num_blocks, block=block, tid=tid, warp=tid // 32,
-                lane=tid % 32, own=own, epoch=epoch, begin=block_begin, end=block_end, share=share, stage=stage, bars=bars, base=base,
-                totals=totals, count=count, peer_slot=peer_slot, local_count=local_count, start=start, flags=flags,
+                peers=peers, topk_idx=ep.u64(topk_idx), idx_copy=ep.u64(idx_copy), topk_weights=ep.u64(topk_weights),
+                x=ep.u64(x), x_scales=ep.u64(x_scales), rows=ep.u64(rows), sources=ep.u64(sources),
+                counts=ep.u64(counts), src_metadata=ep.u64(src_metadata), stats=ep.u64(stats), host=ep.u64(host),
+                status=ep.u64(status), rank=rank, num_tokens=num_tokens, max_tokens=max_tokens, alignment=alignment,
+                slot=slot, slots_at=slots_at, slot_bytes=slot_bytes, scales_at=scales_at, idx_at=idx_at,
+                weights_at=weights_at, source_at=source_at, timeout_ns=ep.u64(timeout_ns), num_blocks=num_blocks,
+                block=block, tid=tid, warp=tid // 32, lane=tid % 32, own=own, epoch=epoch, begin=block_begin,
+                end=block_end, share=share, stage=stage, bars=bars, base=base, totals=totals, count=count,
+                peer_slot=peer_slot, local_count=local_count, start=start, flags=flags,
                 words=own + T.uint64(spec.control.words), taken=own + T.uint64(spec.control.taken),
             )  # fmt: skip
             _prepare(spec, c)
@@ -319,8 +321,8 @@ def _tally(s: DispatchSpec, c: SimpleNamespace, block: ep.Expr, column: ep.Expr)
 
 @T.macro
 def _send_counts(s, c):
-    """2a. Exchange, sending: one block sends this rank's totals, and leaves to the others where each block's rows start. A word with the current epoch also says that its sender
-    has entered, and word 0 names the slot that may be written.
+    """2a. Exchange, sending: one block sends this rank's totals, and leaves to the others where each block's rows start.
+    A word with the current epoch also says that its sender has entered, and word 0 names the slot that may be written.
     """
     R = s.num_ranks
     i = T.alloc_var("int32")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tile_ep.errors import BackendUnavailableError
 from tile_ep.kernels.combine import CombineSpec
@@ -13,9 +13,6 @@ from tile_ep.kernels.combine import build as build_combine
 from tile_ep.kernels.dispatch import DispatchSpec
 from tile_ep.kernels.dispatch import build as build_dispatch
 from tile_ep.kernels.primitives import PASS_CONFIGS
-
-if TYPE_CHECKING:
-    import torch
 
 KernelSpec = DispatchSpec | CombineSpec
 

@@ -232,7 +232,7 @@ def loopback(
     meeting = Meeting(num_ranks, timeout_s)
     simulation = None
     if str(device) == "sim":
-        from tile_ep.worlds.simulated import Simulation, SimulatedWorld
+        from tile_ep.worlds.simulated import SimulatedWorld, Simulation
 
         where = torch.device("cpu")
         simulation = Simulation(num_ranks, seed, timeout_s)
