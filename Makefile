@@ -24,7 +24,7 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff format .
 
 docs: $(VENV)/installed-dev
-	$(BIN)/pdoc --output-directory site tile_ep
+	$(BIN)/python docs/api.py
 
 clean:
 	rm -rf $(VENV) site dist build
