@@ -21,8 +21,6 @@ SCHEDULES = range(1, 11)
 
 def unsupported(backend: Runner, case: Case) -> str | None:
     """Why `backend` cannot run `case`, `None` if it can."""
-    if backend.name in ("sim", "cuda") and case.do_expand:
-        return "the kernels have the rank layout only"
     if backend.name == "sim" and case.heavy:
         return "too large for the simulator"
     return backend.supports(case)
@@ -51,7 +49,7 @@ def test_drawn(backend: Runner) -> None:
         suppress_health_check=list(HealthCheck),
         database=None,
     )
-    @given(case=any_case(layouts=(False, True) if backend.name == "collective" else (False,)))
+    @given(case=any_case())
     def drawn(case: Case) -> None:
         assume(unsupported(backend, case) is None)
         check(backend, case)

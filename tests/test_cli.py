@@ -209,8 +209,21 @@ def test_relative_error() -> None:
 # ---------------------------------------------------------------- what goes wrong
 
 
+ELSEWHERE = set(multiprocessing.active_children())
+
+
+@pytest.fixture(autouse=True)
+def remember_children() -> None:
+    """Pools of other test modules may be open."""
+    ELSEWHERE.update(multiprocessing.active_children())
+
+
+def own_children() -> list[Any]:
+    return [child for child in multiprocessing.active_children() if child not in ELSEWHERE]
+
+
 def kill_rank(rank: int) -> bool:
-    for child in multiprocessing.active_children():
+    for child in own_children():
         if child.name == f"rank {rank}" and child.pid:
             os.kill(child.pid, signal.SIGKILL)
             return True
@@ -231,7 +244,7 @@ def test_a_worker_killed_before_it_has_joined_is_reported_at_once() -> None:
         run_ranks(BackendName.collective, shards, task(), lambda: None)
     killer.join()
     assert time.monotonic() - start < 30
-    assert not multiprocessing.active_children()
+    assert not own_children()
 
 
 def test_a_worker_killed_at_work_is_reported_at_once() -> None:
@@ -246,7 +259,7 @@ def test_a_worker_killed_at_work_is_reported_at_once() -> None:
     with pytest.raises(WorkerError, match="rank 1 was killed by signal 9"):
         run_ranks(BackendName.collective, [trace, trace], task(num_max_tokens_per_rank=trace.num_tokens), kill_once)
     assert time.monotonic() - killed[0] < 20
-    assert not multiprocessing.active_children()
+    assert not own_children()
 
 
 def test_a_rank_that_fails_is_named_and_not_the_one_that_missed_it() -> None:
@@ -256,7 +269,7 @@ def test_a_rank_that_fails_is_named_and_not_the_one_that_missed_it() -> None:
     with pytest.raises(WorkerError, match="rank 1 failed: x: ") as caught:
         run_ranks(BackendName.collective, [trace, wide], task(timeout_s=20.0), lambda: None)
     assert "ArgumentError" in caught.value.details
-    assert not multiprocessing.active_children()
+    assert not own_children()
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,7 @@ class ControlLayout:
     count_arrivals: int = 64  # uint32, grid counters, zero between collectives
     finish_arrivals: int = 128
     taken: int = 192  # uint32, pieces of work that warps have taken, zero between collectives
+    staged: int = 196  # uint32, the same for the stage before
     words: int = 256
 
     @property

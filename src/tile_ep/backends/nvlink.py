@@ -20,6 +20,7 @@ from tile_ep.backends.base import (
 )
 from tile_ep.errors import (
     ArgumentError,
+    CapacityError,
     DisagreementError,
     PeerTimeoutError,
     RoutingError,
@@ -31,7 +32,15 @@ from tile_ep.kernels import dispatch as dispatch_kernel
 from tile_ep.kernels.combine import CombineSpec
 from tile_ep.kernels.dispatch import DispatchSpec
 from tile_ep.kernels.launcher import require_tilelang
-from tile_ep.layout import MAX_BLOCKS, ExpertPartition, align, rank_capacity, region_layout
+from tile_ep.layout import (
+    MAX_BLOCKS,
+    ExpertPartition,
+    align,
+    expand_factor_for,
+    expanded_capacity,
+    rank_capacity,
+    region_layout,
+)
 from tile_ep.worlds.base import World
 
 _PHASES = {**dispatch_kernel.PHASES, **combine_kernel.PHASES}
@@ -44,8 +53,11 @@ class _Plan:
     """What only these kernels read of a handle."""
 
     sources: torch.Tensor  # [T, K] int32
-    counts: torch.Tensor  # int32: psum over ranks [R], psum over experts [E_local], real counts [E_local]
+    counts: (
+        torch.Tensor
+    )  # int32: psum over ranks [R], psum over experts [E_local], real counts [E_local], rows needed [R]
     src_metadata: torch.Tensor  # [rows, 2] int32
+    row_metadata: torch.Tensor | None  # [rows, K] int32, expanded plans: the rows of each received token
     exact: bool  # the host knows the number of rows
 
 
@@ -55,7 +67,8 @@ class _Handle(EPHandle):
     @property
     def recv_src_metadata(self) -> torch.Tensor:  # type: ignore[override]
         source = self.plan.src_metadata[: self.num_recv_tokens]
-        rest = source.new_full((source.shape[0], self.topk_idx.shape[1]), -1)
+        rows = self.plan.row_metadata
+        rest = source.new_full((source.shape[0], self.topk_idx.shape[1]), -1) if rows is None else rows[: len(source)]
         return torch.cat([source, rest], dim=1)
 
     @recv_src_metadata.setter
@@ -119,8 +132,12 @@ class NvlinkBackend:
         world.allocate(self.num_bytes)
         self._slots = _Slots(config.num_slots)
         self._status = world.host_words(world.num_ranks)
-        self._host = world.host_words(2 + ExpertPartition(self._max_experts, world.num_ranks).num_local(0))
+        self._host = world.host_words(
+            2 + ExpertPartition(self._max_experts, world.num_ranks).num_local(0) + world.num_ranks
+        )
+        self._overflow = world.host_words(world.num_ranks)
         self._status_view, self._host_view = self._status.numpy(), self._host.numpy()
+        self._overflow_view = self._overflow.numpy()
         self._input: tuple[weakref.ref[EPHandle], weakref.ref[Any]] | None = None
         self._read_since_combine = True
         self._destroyed = False
@@ -136,8 +153,6 @@ class NvlinkBackend:
 
     def dispatch(self, request: DispatchRequest) -> DispatchResult:
         """See `Buffer.dispatch`."""
-        if request.do_expand:
-            raise ArgumentError("do_expand", True, "False on the nvlink backend", "Use backend='collective'")
         self._check_status()
         world, handle = self.world, request.handle
         data, scales = request.x if isinstance(request.x, tuple) else (request.x, None)
@@ -156,14 +171,19 @@ class NvlinkBackend:
             if request.do_handle_copy:
                 kept_idx = world.empty((num_tokens, num_topk), topk_idx.dtype, on_comm)
             rows = world.empty((num_tokens, num_topk), torch.int32, on_comm)
+            expanded_rows, row_metadata = None, None
+            if request.do_expand:
+                expanded_rows = world.empty((num_tokens, num_topk), torch.int32, on_comm)
+                row_metadata = world.empty((capacity, num_topk), torch.int32, on_comm)
             plan = _Plan(
                 sources=world.empty((num_tokens, num_topk), torch.int32, on_comm),
-                counts=world.empty((self.num_ranks + 2 * num_local,), torch.int32, on_comm),
+                counts=world.empty((2 * self.num_ranks + 2 * num_local,), torch.int32, on_comm),
                 src_metadata=world.empty((capacity, 2), torch.int32, on_comm),
+                row_metadata=row_metadata,
                 exact=request.do_cpu_sync,
             )
         else:
-            rows, plan = handle.dst_buffer_slot_idx, handle.plan
+            rows, expanded_rows, plan = handle.dst_buffer_slot_idx, handle.dst_expanded_idx, handle.plan
         slot = self._slots.take()
         layout = self._layout.slot
         spec = self._dispatch_spec(request, data, scales, topk_idx, exact=plan.exact)
@@ -180,15 +200,20 @@ class NvlinkBackend:
                 "x_scales": scales,
                 "rows": rows,
                 "sources": plan.sources,
+                "expanded_rows": expanded_rows,
                 "counts": plan.counts,
                 "src_metadata": plan.src_metadata,
+                "row_metadata": plan.row_metadata,
                 "stats": request.stats if handle is None else None,
                 "host": self._host,
+                "overflow": self._overflow,
                 "status": self._status,
                 "rank": self.rank,
                 "num_tokens": num_tokens,
                 "max_tokens": request.num_max_tokens_per_rank,
                 "alignment": request.expert_alignment,
+                "larger_rows": self._expanded_capacity(request, topk_idx, 0),
+                "smaller_rows": self._expanded_capacity(request, topk_idx, self.num_ranks - 1),
                 "slot": slot,
                 "slots_at": self._layout.slots,
                 "slot_bytes": layout.num_bytes,
@@ -202,16 +227,22 @@ class NvlinkBackend:
         )
         self._read_since_combine = True
         num_rows = capacity
+        num_expanded = self._expanded_capacity(request, topk_idx, self.rank) if request.do_expand else 0
         expert_counts: list[int] = []
         if handle is not None:
-            num_rows = handle.num_recv_tokens
+            num_rows, num_expanded = handle.num_recv_tokens, handle.num_expanded_tokens
             if request.stats is not None:
                 with world.on_comm_stream():
-                    request.stats.add_(plan.counts[self.num_ranks + num_local :])
+                    request.stats.add_(plan.counts[self.num_ranks + num_local : self.num_ranks + 2 * num_local])
         elif request.do_cpu_sync:
-            num_rows, expert_counts = self._wait_host_counts(num_local, request.num_experts)
+            num_rows, expert_counts, needed = self._wait_host_counts(num_local, request)
+            if request.do_expand:
+                self._check_capacity(request, topk_idx, needed)
+                num_expanded = needed[self.rank]
 
-        received = self._received(slot, request, data, scales, topk_idx, num_rows)
+        received = self._received(
+            slot, request, data, scales, topk_idx, num_expanded if request.do_expand else num_rows
+        )
         inputs = (data, topk_idx, rows, plan.sources, plan.counts)
         event = world.end(
             request.streams.async_with_compute_stream,
@@ -220,22 +251,22 @@ class NvlinkBackend:
         if handle is None:
             ranks, experts = self.num_ranks, self.num_ranks + num_local
             handle = _Handle(
-                do_expand=False,
+                do_expand=request.do_expand,
                 num_experts=request.num_experts,
                 expert_alignment=request.expert_alignment,
                 num_max_tokens_per_rank=request.num_max_tokens_per_rank,
                 num_sms=num_blocks,
                 topk_idx=kept_idx,
                 num_recv_tokens=num_rows,
-                num_expanded_tokens=0,
+                num_expanded_tokens=num_expanded,
                 num_recv_tokens_per_expert_list=[align(n, request.expert_alignment) for n in expert_counts],
                 psum_num_recv_tokens_per_scaleup_rank=plan.counts[:ranks],
                 psum_num_recv_tokens_per_expert=plan.counts[ranks:experts],
-                num_unaligned_recv_tokens_per_expert=plan.counts[experts:],
+                num_unaligned_recv_tokens_per_expert=plan.counts[experts : experts + num_local],
                 recv_src_metadata=plan.src_metadata,
                 dst_buffer_slot_idx=rows,
-                dst_expanded_idx=None,
-                num_rows_needed=None,
+                dst_expanded_idx=expanded_rows,
+                num_rows_needed=plan.counts[experts + num_local :] if request.do_expand else None,
                 rank=self.rank,
                 num_ranks=self.num_ranks,
                 plan=plan,
@@ -266,6 +297,8 @@ class NvlinkBackend:
             has_stats=request.stats is not None and not cached,
             copies_idx=request.do_handle_copy and not cached,
             cached=cached,
+            expanded=request.do_expand,
+            zero_gaps=request.do_expand and request.do_zero_padding,
             fill_tail=not exact,
             host_counts=request.do_cpu_sync,
             bulk=data_bytes % 16 == 0 and data.data_ptr() % 16 == 0,
@@ -282,7 +315,7 @@ class NvlinkBackend:
         scales: torch.Tensor | None,
         topk_idx: torch.Tensor,
         num_rows: int,
-    ) -> tuple[Payload, torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Payload, torch.Tensor | None, torch.Tensor | None]:
         """The received rows, as views of the slot where it may be kept."""
         layout = self._layout.slot
         memory, lease = self.world.lease(self._layout.slots + slot * layout.num_bytes, layout.num_bytes)
@@ -293,25 +326,29 @@ class NvlinkBackend:
 
         recv_data = rows(layout.data, data.shape[1], data.dtype)
         recv_scales = None if scales is None else rows(layout.scales, scales.shape[1], scales.dtype)
-        recv_idx = rows(layout.topk_idx, topk_idx.shape[1], topk_idx.dtype)
+        recv_idx = None if request.do_expand else rows(layout.topk_idx, topk_idx.shape[1], topk_idx.dtype)
         recv_weights = None
         if request.topk_weights is not None:
-            recv_weights = rows(layout.topk_weights, topk_idx.shape[1], torch.float32)
+            recv_weights = rows(layout.topk_weights, 1 if request.do_expand else topk_idx.shape[1], torch.float32)
+            recv_weights = recv_weights[:, 0] if request.do_expand else recv_weights
         with self.world.on_comm_stream():
             if recv_scales is not None and request.use_tma_aligned_col_major_sf:
                 recv_scales = _column_major(recv_scales)
             if self._slots.may_keep(slot):
                 self._slots.keep(slot, lease)
             else:
-                recv_data, recv_idx = recv_data.clone(), recv_idx.clone()
+                recv_data = recv_data.clone()
+                recv_idx = None if recv_idx is None else recv_idx.clone()
                 recv_weights = None if recv_weights is None else recv_weights.clone()
                 if recv_scales is not None and not request.use_tma_aligned_col_major_sf:
                     recv_scales = recv_scales.clone()
         return (recv_data if recv_scales is None else (recv_data, recv_scales)), recv_idx, recv_weights
 
-    def _wait_host_counts(self, num_local: int, num_experts: int) -> tuple[int, list[int]]:
-        """The number of rows and each local expert's selections, once the kernel has told them."""
-        words = self._host_view[: 2 + num_local]
+    def _wait_host_counts(self, num_local: int, request: DispatchRequest) -> tuple[int, list[int], list[int]]:
+        """The number of rows, each local expert's selections, and, expanded, the rows that each rank needs, once the kernel
+        has told them.
+        """
+        words = self._host_view[: 2 + num_local + (self.num_ranks if request.do_expand else 0)]
         deadline = time.monotonic() + self.config.timeout_s + 60.0
         while not words.all():
             self._check_status()
@@ -319,16 +356,58 @@ class NvlinkBackend:
                 raise PeerTimeoutError(self.rank, "dispatch launch", [], None, self.config.timeout_s)
             self.world.pause()
         values = [int(word) & 0xFFFFFFFF for word in words]
-        if values[-1]:
+        if values[1 + num_local]:
             self.world.synchronize()
-            raise RoutingError(values[-1], num_experts)
-        return values[0], values[1:-1]
+            raise RoutingError(values[1 + num_local], request.num_experts)
+        return values[0], values[1 : 1 + num_local], values[2 + num_local :]
+
+    def _expanded_capacity(self, request: DispatchRequest, topk_idx: torch.Tensor, rank: int) -> int:
+        return expanded_capacity(
+            ExpertPartition(request.num_experts, self.num_ranks),
+            rank,
+            request.num_max_tokens_per_rank,
+            topk_idx.shape[1],
+            request.expert_alignment,
+            self.config.expand_factor,
+        )
+
+    def _check_capacity(self, request: DispatchRequest, topk_idx: torch.Tensor, needed: list[int]) -> None:
+        capacity = {rank: self._expanded_capacity(request, topk_idx, rank) for rank in range(self.num_ranks)}
+        if any(needed[rank] > capacity[rank] for rank in capacity):
+            self.world.synchronize()
+            raise self._capacity_error(
+                dict(enumerate(needed)),
+                request.num_experts,
+                (request.num_max_tokens_per_rank, topk_idx.shape[1], request.expert_alignment),
+            )
+
+    def _capacity_error(self, needed: dict[int, int], num_experts: int, sizes: tuple[int, int, int]) -> CapacityError:
+        """For the ranks among `needed` that do not hold as many rows. `sizes`: T_max, K and the alignment."""
+        partition, factor = ExpertPartition(num_experts, self.num_ranks), self.config.expand_factor
+        capacity = {rank: expanded_capacity(partition, rank, *sizes, factor) for rank in needed}
+        over = {rank: rows for rank, rows in needed.items() if rows > capacity[rank]}
+        return CapacityError(
+            over,
+            {rank: capacity[rank] for rank in over},
+            factor,
+            max(expand_factor_for(partition, rank, *sizes, rows) for rank, rows in over.items()),
+        )
+
+    def _check_overflow(self, handle: EPHandle) -> None:
+        """Raise what an expanded dispatch without host synchronisation has left behind."""
+        words = {rank: int(word) & 0xFFFFFFFF for rank, word in enumerate(self._overflow_view) if word}
+        if words:
+            self._overflow_view[:] = 0
+            sizes = handle.num_max_tokens_per_rank, handle.topk_idx.shape[1], handle.expert_alignment
+            raise self._capacity_error(words, handle.num_experts, sizes)
 
     # ------------------------------------------------------------ combine
 
     def combine(self, request: CombineRequest) -> CombineResult:
         """See `Buffer.combine`."""
         self._check_status()
+        if request.handle.do_expand:
+            self._check_overflow(request.handle)
         world, handle, x = self.world, request.handle, request.x
         plan: _Plan = handle.plan
         num_tokens, num_topk = handle.topk_idx.shape
@@ -356,6 +435,8 @@ class NvlinkBackend:
             num_bias=len(request.bias),
             has_weights=out_weights is not None,
             staged=staged,
+            expanded=handle.do_expand,
+            apply_weights=request.apply_weights,
             bulk=row_bytes % 16 == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in touched),
             num_warps=shape.num_warps,
             chunk_bytes=shape.chunk_bytes,
@@ -371,9 +452,10 @@ class NvlinkBackend:
                 "bias_0": bias[0],
                 "bias_1": bias[1],
                 "topk_idx": handle.topk_idx,
-                "rows": handle.dst_buffer_slot_idx,
+                "rows": handle.dst_expanded_idx if handle.do_expand else handle.dst_buffer_slot_idx,
                 "sources": plan.sources,
                 "counts": plan.counts,
+                "row_metadata": plan.row_metadata,
                 "out": out,
                 "out_weights": out_weights,
                 "status": self._status,
@@ -401,6 +483,9 @@ class NvlinkBackend:
             # they are done; without one, ask.
             self.barrier()
             self._read_since_combine = True
+        if handle.do_expand:
+            # What crosses is one summed row per token and rank, so expanded rows are not read in place.
+            return self.world.empty((handle.num_expanded_tokens, self.config.hidden), dtype, False)
         num_bytes = handle.num_recv_tokens * self.config.hidden * dtype.itemsize
         memory, lease = self.world.lease(self._layout.combine_rows, num_bytes)
         self._input = weakref.ref(handle), lease

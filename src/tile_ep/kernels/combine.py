@@ -2,7 +2,8 @@
 
 Data flow of one block on rank `rank`::
 
-    y -> this rank's combine rows (symmetric)                     1. stage; nothing to do for zero-copy input
+    y -> this rank's combine rows (symmetric)                     1. stage: copy, or sum a token's expanded rows;
+                                                                     nothing to do for zero-copy input
     ready word at every peer; ready words of every peer           2. announce
     rows of the token's destinations -> shared memory -> fp32 sum -> out   3. pull and reduce
     read-done word at every peer                                  4. leave
@@ -19,7 +20,8 @@ from typing import Any
 import tilelang.language as T
 
 from tile_ep.kernels import primitives as ep
-from tile_ep.kernels.dispatch import rank_of
+from tile_ep.kernels.counting import first_expert, rank_of
+from tile_ep.kernels.reducing import sum_rows
 from tile_ep.layout import ROW_ALIGNMENT, ControlLayout, ExpertPartition, align, ceil_div
 
 PHASE_REUSE, PHASE_READY = 4, 5
@@ -40,6 +42,8 @@ class CombineSpec:
     num_bias: int  # 0, 1 or 2
     has_weights: bool  # bring the received weights back
     staged: bool  # y lies outside the symmetric region and is copied into it first
+    expanded: bool  # y has a row per selection; a token's rows are summed on the way into the symmetric region
+    apply_weights: bool  # expanded: multiply each row by its weight
     bulk: bool  # rows come through shared memory by the copy engine; needs rows and addresses in multiples of 16 bytes
     num_warps: int
     chunk_bytes: int = 16  # of a row in shared memory at a time, a multiple of 16
@@ -90,23 +94,26 @@ class CombineSpec:
 
 def build(spec: CombineSpec) -> Any:
     """The kernel of `spec`, a TileLang `PrimFunc`."""
-    R, W = spec.num_ranks, spec.num_warps
+    W = spec.num_warps
     stage_shape = (
         (W, spec.depth, align(spec.chunk_bytes, ROW_ALIGNMENT) // spec.element_bytes) if spec.bulk else (1, 1, 16)
     )
 
     @T.prim_func
     def combine(
-        peers: T.Tensor((R,), "uint64"),  # address of every rank's region. All addresses below are int64, since
+        peers: T.Tensor(
+            (spec.num_ranks,), "uint64"
+        ),  # address of every rank's region. All addresses below are int64, since
         # TileLang launches take no uint64
-        y: T.int64,  # [N, hidden], read when staged
-        y_weights: T.int64,  # [N, K] fp32
+        y: T.int64,  # [N, hidden], or [expanded rows, hidden]; read when staged
+        y_weights: T.int64,  # [N, K] fp32, or [expanded rows]
         bias_0: T.int64,  # [T, hidden]
         bias_1: T.int64,
         topk_idx: T.int64,  # [T, K] index_dtype
-        rows: T.int64,  # [T, K] int32, of the handle
+        rows: T.int64,  # [T, K] int32, of the handle: where the weight of selection k is, in either layout
         sources: T.int64,  # [T, K] int32, of the handle
         counts: T.int64,  # int32, of the handle: entry R - 1 is N
+        row_metadata: T.int64,  # [N, K] int32, of an expanded handle: rows of y that belong to a received token
         out: T.int64,  # [T, hidden]
         out_weights: T.int64,  # [T, K] fp32
         status: T.int64,  # a word per peer: what a wait that gave up waited for
@@ -124,6 +131,7 @@ def build(spec: CombineSpec) -> Any:
             bars = T.alloc_shared((W, spec.depth), "uint64", scope="shared")
             stage_bars = T.alloc_shared((W, spec.depth), "uint64", scope="shared")
             slot_item = T.alloc_shared((W, spec.depth), "int32", scope="shared")  # what the chunk in a slot belongs to
+            slot_weight = T.alloc_shared((W, spec.depth), "float32", scope="shared")  # what it is multiplied by
             flags = T.alloc_shared((3,), "int32", scope="shared")  # a wait gave up; last to stage; last to leave
 
             tid = T.get_thread_binding()
@@ -135,18 +143,21 @@ def build(spec: CombineSpec) -> Any:
             c = SimpleNamespace(
                 peers=peers, y=ep.u64(y), y_weights=ep.u64(y_weights), bias_0=ep.u64(bias_0), bias_1=ep.u64(bias_1),
                 topk_idx=ep.u64(topk_idx), rows=ep.u64(rows), sources=ep.u64(sources), counts=ep.u64(counts),
-                out=ep.u64(out), out_weights=ep.u64(out_weights), status=ep.u64(status), rank=rank, capacity=capacity,
-                rows_at=rows_at, weights_at=weights_at, timeout_ns=ep.u64(timeout_ns), num_blocks=num_blocks,
-                block=block, tid=tid, warp=tid // 32, lane=tid % 32, own=own, epoch=epoch, num_tokens=num_tokens,
-                taken=own + T.uint64(spec.control.taken), stage=stage, bars=bars, stage_bars=stage_bars,
-                slot_item=slot_item, flags=flags,
+                row_metadata=ep.u64(row_metadata), out=ep.u64(out), out_weights=ep.u64(out_weights),
+                status=ep.u64(status), rank=rank, capacity=capacity, rows_at=rows_at, weights_at=weights_at,
+                timeout_ns=ep.u64(timeout_ns), num_blocks=num_blocks, block=block, tid=tid, warp=tid // 32,
+                lane=tid % 32, own=own, epoch=epoch, num_tokens=num_tokens, taken=own + T.uint64(spec.control.taken),
+                stage=stage, bars=bars, stage_bars=stage_bars, slot_item=slot_item, slot_weight=slot_weight,
+                flags=flags,
             )  # fmt: skip
             _prepare(spec, c)
             if spec.staged or spec.has_weights:
                 _wait_reusable(spec, c)
                 alive = T.if_then_else(flags[0] == 0, 1, 0)
                 if alive == 1:
-                    if spec.staged:
+                    if spec.expanded:
+                        _stage_sums(spec, c)
+                    elif spec.staged:
                         if spec.bulk:
                             _stage_bulk(spec, c)
                         else:
@@ -155,15 +166,12 @@ def build(spec: CombineSpec) -> Any:
                         _stage_weights(spec, c)
                     _announce_staged(spec, c)
             else:
-                if T.And(block == 0, tid < R):
-                    ep.store_release(_ready(spec, c.peers[tid], rank), ep.tagged(epoch, 0))
+                if block == 0:
+                    _announce(spec, c)
             _wait_ready(spec, c)
             alive = T.if_then_else(flags[0] == 0, 1, 0)
             if alive == 1:
-                if spec.bulk:
-                    _reduce_bulk(spec, c)
-                else:
-                    _reduce_warp(spec, c)
+                _sum_over_ranks(spec, c)
                 if spec.has_weights:
                     _return_weights(spec, c)
                 _leave(spec, c)
@@ -279,7 +287,11 @@ def _stage_warp(s, c):
 def _stage_weights(s, c):
     entry = T.alloc_var("int32")
     entries = T.alloc_var("int32")
-    entries = ep.get(ep.at(c.counts, s.num_ranks - 1, 4), "int32") * s.num_topk
+    if s.expanded:
+        num_local = first_expert(c.rank + 1, s.partition) - first_expert(c.rank, s.partition)
+        entries = ep.get(ep.at(c.counts, s.num_ranks + 2 * num_local + c.rank, 4), "int32")
+    else:
+        entries = ep.get(ep.at(c.counts, s.num_ranks - 1, 4), "int32") * s.num_topk
     entry = c.block * s.threads + c.tid
     while entry < entries:
         ep.put(ep.at(c.own + ep.u64(c.weights_at), entry, 4), ep.get(ep.at(c.y_weights, entry, 4), "uint32"), "uint32")
@@ -287,9 +299,54 @@ def _stage_weights(s, c):
 
 
 @T.macro
+def _stage_sums(s, c):
+    """1. Stage, expanded: a token's rows are summed before they cross, so that one row per token and rank does."""
+    received = T.alloc_var("int32")
+    received = ep.get(ep.at(c.counts, s.num_ranks - 1, 4), "int32")
+    sum_rows(s, c, _local_job(s, c, received))
+    # The ring's memory is fetched into again, for the sum over ranks.
+    T.sync_warp()
+
+
+def _local_job(s: CombineSpec, c: SimpleNamespace, received: ep.Expr) -> SimpleNamespace:
+    return SimpleNamespace(
+        num_rows=received,
+        counter=c.own + T.uint64(s.control.staged),
+        sources=c.row_metadata,
+        address=lambda s, c, row: ep.at(c.y, row, s.row_bytes),
+        weights=c.y_weights if s.apply_weights else None,
+        biases=(),
+        out=c.own + ep.u64(c.rows_at),
+        bars=c.stage_bars,
+        slot_item=c.slot_item,
+        slot_weight=c.slot_weight,
+    )
+
+
+@T.macro
+def _sum_over_ranks(s, c):
+    """3. Pull and reduce."""
+    sum_rows(
+        s,
+        c,
+        SimpleNamespace(
+            num_rows=c.num_tokens,
+            counter=c.taken,
+            sources=c.sources,
+            address=_row_address,
+            weights=None,
+            biases=(c.bias_0, c.bias_1)[: s.num_bias],
+            out=c.out,
+            bars=c.bars,
+            slot_item=c.slot_item,
+            slot_weight=c.slot_weight,
+        ),
+    )
+
+
+@T.macro
 def _announce_staged(s, c):
     """2a. Announce, once every block has staged: the rows are written, then fenced, then counted in."""
-    i = T.alloc_var("int32")
     last = T.alloc_var("int32")
     ep.fence_async_global()
     ep.fence()
@@ -299,10 +356,16 @@ def _announce_staged(s, c):
     T.sync_threads()
     last = c.flags[1]
     if last == 1:
-        i = c.tid
-        while i < s.num_ranks:
-            ep.store_release(_ready(s, c.peers[i], c.rank), ep.tagged(c.epoch, 0))
-            i = i + s.threads
+        _announce(s, c)
+
+
+@T.macro
+def _announce(s, c):
+    i = T.alloc_var("int32")
+    i = c.tid
+    while i < s.num_ranks:
+        ep.store_release(_ready(s, c.peers[i], c.rank), ep.tagged(c.epoch, 0))
+        i = i + s.threads
 
 
 @T.macro
@@ -325,212 +388,11 @@ def _row_address(s: CombineSpec, c: SimpleNamespace, source: ep.Expr) -> ep.Expr
 
 
 @T.macro
-def _take(c, item):
-    """`item[0]`: the next piece of this rank's work, for whichever warp gets to it. SMs differ in the bandwidth they get."""
-    item[0] = 0
-    if c.lane == 0:
-        item[0] = ep.add_relaxed(c.taken, 1)
-    item[0] = T.shfl_sync(item[0], 0)
-
-
-@T.macro
-def _load_sources(s, c, token, source, number):
-    """Sets, per lane, the row that the token pulls as its `lane`th, and how many there are. -1 and 0 past the last token."""
-    source[0] = -1
-    if T.And(c.lane < s.num_topk, token < c.num_tokens):
-        source[0] = ep.get(ep.at(c.sources, T.int64(token) * s.num_topk + c.lane, 4), "int32")
-    number[0] = T.cast(T.popcount(T.cast(T.ballot_sync(source[0] >= 0), "uint32")), "int32")
-
-
-@T.macro
-def _take_with_rows(s, c, item, source, number, acc, value):
-    """Take the next item, a chunk of a token's row, that has rows to pull. One that has none is finished here."""
-    number[0] = 0
-    item[0] = -1
-    while T.And(item[0] < c.num_tokens * s.num_chunks, number[0] == 0):
-        if item[0] >= 0:
-            _start_sum(s, c, item[0], acc, value)
-            _write_sum(s, c, item[0], acc, value)
-        _take(c, item)
-        _load_sources(s, c, item[0] // s.num_chunks, source, number)
-
-
-@T.macro
-def _reduce_bulk(s, c):
-    """3. Pull and reduce. Chunks pass through a ring in the warp's shared memory. As long as the ring has room the warp
-    fetches; else it adds the oldest chunk, and the memory of that one is fetched into again after every lane has read it.
-    """
-    V = s.vector
-    fetched = T.alloc_var("int32")  # chunks of rows
-    added = T.alloc_var("int32")
-    dest = T.alloc_var("int32")  # of `item`, the next to fetch
-    left = T.alloc_var("int32")  # of `summed`, still to add
-    summed = T.alloc_var("int32")
-    slot = T.alloc_var("int32")
-    more = T.alloc_var("bool")  # rows to fetch
-    room = T.alloc_var("bool")
-    done = T.alloc_var("bool")  # with the rows of `item`
-    first = T.alloc_var("bool")
-    row = T.alloc_var("int32")
-    item = T.alloc_local((1,), "int32")
-    source = T.alloc_local((1,), "int32")
-    number = T.alloc_local((1,), "int32")
-    old_source = T.alloc_local((1,), "int32")
-    old_number = T.alloc_local((1,), "int32")
-    acc = T.alloc_local((s.lane_vectors * V,), "float32")
-    none = T.alloc_local((s.lane_vectors * V,), "float32")
-    value = T.alloc_local((V,), s.dtype)
-    fetched = 0
-    added = 0
-    left = 0
-    dest = 0
-    number[0] = 0
-    more = True
-    while T.Or(more, added < fetched):
-        room = T.And(more, fetched - added < s.depth)
-        if room:
-            done = dest == number[0]
-            if done:
-                _take_with_rows(s, c, item, source, number, none, value)
-                more = item[0] < c.num_tokens * s.num_chunks
-                dest = 0
-            if more:
-                row = T.shfl_sync(source[0], dest)
-                _fetch_chunk(s, c, item[0], row, fetched % s.depth)
-                fetched = fetched + 1
-                dest = dest + 1
-        else:
-            slot = added % s.depth
-            first = left == 0
-            if first:
-                T.sync_warp()
-                summed = c.slot_item[c.warp, slot]
-                _load_sources(s, c, summed // s.num_chunks, old_source, old_number)
-                _start_sum(s, c, summed, acc, value)
-                left = old_number[0]
-            ep.barrier_wait(c.bars[c.warp, slot], added // s.depth % 2)
-            for v in T.unroll(s.lane_vectors):
-                if _holds(s, c, summed, v):
-                    for i in T.vectorized(V):
-                        value[i] = c.stage[c.warp, slot, (v * 32 + c.lane) * V + i]
-                    for i in T.unroll(V):
-                        acc[v * V + i] = acc[v * V + i] + T.cast(value[i], "float32")
-            T.sync_warp()
-            added = added + 1
-            left = left - 1
-            if left == 0:
-                _write_sum(s, c, summed, acc, value)
-
-
-@T.macro
-def _fetch_chunk(s, c, item, row, slot):
-    if c.lane == 0:
-        c.slot_item[c.warp, slot] = item
-        ep.fetch(
-            c.stage[c.warp, slot, 0],
-            _row_address(s, c, row) + ep.u64(item % s.num_chunks * s.chunk_bytes),
-            _chunk_size(s, item),
-            c.bars[c.warp, slot],
-        )
-
-
-def _chunk_size(s: CombineSpec, item: ep.Expr) -> ep.Expr:
-    if s.last_chunk == s.chunk_bytes:
-        return s.chunk_bytes
-    return T.if_then_else(item % s.num_chunks == s.num_chunks - 1, s.last_chunk, s.chunk_bytes)
-
-
-def _holds(s: CombineSpec, c: SimpleNamespace, item: ep.Expr, v: ep.Expr) -> ep.Expr:
-    """Whether this lane's vector `v` of the chunk exists. Known when tracing wherever chunks are full."""
-    if s.last_chunk == s.chunk_bytes and s.chunk_bytes % 512 == 0:
-        return True
-    return (v * 32 + c.lane) * 16 < _chunk_size(s, item)
-
-
-def _vector_address(s: CombineSpec, c: SimpleNamespace, base: ep.Expr, item: ep.Expr, v: ep.Expr) -> ep.Expr:
-    start = item % s.num_chunks * s.chunk_bytes
-    return ep.at(base, item // s.num_chunks, s.row_bytes) + ep.u64(start + (v * 32 + c.lane) * 16)
-
-
-@T.macro
-def _start_sum(s, c, item, acc, value):
-    """The accumulator of this lane's part of a chunk: the first bias or zero, plus the second bias."""
-    V = s.vector
-    for v in T.unroll(s.lane_vectors):
-        for i in T.vectorized(V):
-            acc[v * V + i] = 0.0
-    if s.num_bias > 0:
-        for v in T.unroll(s.lane_vectors):
-            if _holds(s, c, item, v):
-                ep.get_into(value[0], _vector_address(s, c, c.bias_0, item, v), 16)
-                for i in T.unroll(V):
-                    acc[v * V + i] = T.cast(value[i], "float32")
-    if s.num_bias > 1:
-        for v in T.unroll(s.lane_vectors):
-            if _holds(s, c, item, v):
-                ep.get_into(value[0], _vector_address(s, c, c.bias_1, item, v), 16)
-                for i in T.unroll(V):
-                    acc[v * V + i] = acc[v * V + i] + T.cast(value[i], "float32")
-
-
-@T.macro
-def _write_sum(s, c, item, acc, value):
-    """Round this lane's part of a chunk, once, and write it."""
-    V = s.vector
-    for v in T.unroll(s.lane_vectors):
-        if _holds(s, c, item, v):
-            for i in T.vectorized(V):
-                value[i] = T.cast(acc[v * V + i], s.dtype)
-            ep.put_from(_vector_address(s, c, c.out, item, v), value[0], 16)
-
-
-@T.macro
-def _reduce_warp(s, c):
-    """3. Pull and reduce, element by element: any row size and alignment."""
-    B = s.element_bytes
-    token = T.alloc_var("int32")
-    element = T.alloc_var("int32")
-    dest = T.alloc_var("int32")
-    from_row = T.alloc_var("int32")
-    total = T.alloc_var("float32")
-    source = T.alloc_local((1,), "int32")
-    number = T.alloc_local((1,), "int32")
-    value = T.alloc_local((1,), s.dtype)
-    taken = T.alloc_local((1,), "int32")
-    _take(c, taken)
-    token = taken[0]
-    while token < c.num_tokens:
-        _load_sources(s, c, token, source, number)
-        element = c.lane
-        while element - c.lane < s.hidden:
-            total = T.float32(0)
-            if element < s.hidden:
-                if s.num_bias > 0:
-                    ep.get_into(value[0], ep.at(c.bias_0, T.int64(token) * s.hidden + element, B), B)
-                    total = T.cast(value[0], "float32")
-                if s.num_bias > 1:
-                    ep.get_into(value[0], ep.at(c.bias_1, T.int64(token) * s.hidden + element, B), B)
-                    total = total + T.cast(value[0], "float32")
-            dest = 0
-            while dest < number[0]:
-                from_row = T.shfl_sync(source[0], dest)
-                if element < s.hidden:
-                    ep.get_into(value[0], ep.at(_row_address(s, c, from_row), element, B), B)
-                    total = total + T.cast(value[0], "float32")
-                dest = dest + 1
-            if element < s.hidden:
-                value[0] = T.cast(total, s.dtype)
-                ep.put_from(ep.at(c.out, T.int64(token) * s.hidden + element, B), value[0], B)
-            element = element + 32
-        _take(c, taken)
-        token = taken[0]
-
-
-@T.macro
 def _return_weights(s, c):
     """Selection k's weight comes back from the rank of selection k; 0 where there is none."""
     K = s.num_topk
     entry = T.alloc_var("int64")
+    place = T.alloc_var("int64")
     row = T.alloc_var("int32")
     expert = T.alloc_var("int32")
     weight = T.alloc_var("float32")
@@ -540,13 +402,10 @@ def _return_weights(s, c):
         weight = T.float32(0)
         if row >= 0:
             expert = T.cast(ep.get(ep.at(c.topk_idx, entry, s.index_bytes), s.index_dtype), "int32")
-            weight = ep.get(
-                ep.at(
-                    c.peers[rank_of(expert, s.partition)] + ep.u64(c.weights_at),
-                    T.int64(row) * K + entry % T.int64(K), 4,
-                ),
-                "float32",
-            )  # fmt: skip
+            place = entry % T.int64(K) + T.int64(row) * K
+            if s.expanded:
+                place = T.int64(row)
+            weight = ep.get(ep.at(c.peers[rank_of(expert, s.partition)] + ep.u64(c.weights_at), place, 4), "float32")
         ep.put(ep.at(c.out_weights, entry, 4), weight, "float32")
         entry = entry + T.int64(c.num_blocks * s.threads)
 
@@ -568,5 +427,6 @@ def _leave(s, c):
             i = i + s.threads
         if c.tid == 0:
             ep.put(c.taken, 0, "uint32")
+            ep.put(c.own + T.uint64(s.control.staged), 0, "uint32")
             ep.put(c.own + T.uint64(s.control.combine_epoch), c.epoch, "uint64")
             ep.put(c.own + T.uint64(s.control.epoch), c.epoch, "uint64")

@@ -36,6 +36,17 @@ EP_DEVICE void ep_copy_warp(uint64_t address, uint64_t source, uint64_t bytes) {
   if (lane < tail) ep_store<uint8_t>(to + body + lane, ep_load<uint8_t>(from + body + lane));
 }
 
+// Zeroes `bytes`, byte by byte up to the first 16-byte boundary and after the last one.
+EP_DEVICE void ep_zero_warp(uint64_t address, uint64_t bytes) {
+  const int lane = threadIdx.x & 31;
+  uint64_t head = (16 - (address & 15)) & 15;
+  if (head > bytes) head = bytes;
+  const uint64_t units = (bytes - head) / 16, tail = bytes - head - 16 * units;
+  if (lane < head) ep_store<uint8_t>(address + lane, 0);
+  for (uint64_t i = lane; i < units; i += 32) ep_store<uint4>(address + head + 16 * i, uint4{0, 0, 0, 0});
+  if (lane < tail) ep_store<uint8_t>(address + head + 16 * units + lane, 0);
+}
+
 // ---------------------------------------------------------------- waiting, with a bound
 
 // What a wait that gave up leaves behind for the host: a word per peer, (epoch << 32 | phase), written whole.

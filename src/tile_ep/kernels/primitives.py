@@ -74,6 +74,16 @@ def copy_warp(address: Expr, source: Expr, num_bytes: Expr) -> Expr:
     return T.call_extern("handle", "ep_copy_warp", address, source, u64(num_bytes))
 
 
+def zero_warp(address: Expr, num_bytes: Expr) -> Expr:
+    """Zero bytes, by a converged warp."""
+    return T.call_extern("handle", "ep_zero_warp", address, u64(num_bytes))
+
+
+def multiply(a: Expr, b: Expr) -> Expr:
+    """fp32 product, rounded, never fused with an addition."""
+    return T.call_extern("float32", "__fmul_rn", a, b)
+
+
 def store_release(address: Expr, word: Expr) -> Expr:
     """64-bit store, after everything this thread did or saw, for every rank."""
     return T.call_extern("handle", "ep_store_release_sys", address, word)

@@ -1,0 +1,390 @@
+"""Stages 1 and 2 of dispatch: who goes where, and the exchange of counts that says which row is whose."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import tilelang.language as T
+
+from tile_ep.kernels import primitives as ep
+from tile_ep.layout import MAX_TOPK, ExpertPartition
+
+PHASE_ENTRY, PHASE_COUNTS = 1, 2
+
+
+def rank_of(expert: ep.Expr, partition: ExpertPartition) -> ep.Expr:
+    """`ExpertPartition.rank_of` as an expression."""
+    base, extra = divmod(partition.num_experts, partition.num_ranks)
+    if extra == 0:
+        return expert // base
+    larger = extra * (base + 1)
+    return T.if_then_else(expert < larger, expert // (base + 1), extra + (expert - larger) // base)
+
+
+def first_expert(rank: ep.Expr, partition: ExpertPartition) -> ep.Expr:
+    """`ExpertPartition.first` as an expression."""
+    base, extra = divmod(partition.num_experts, partition.num_ranks)
+    return rank * base + T.min(rank, extra)
+
+
+def selection(s: Any, c: SimpleNamespace, token: ep.Expr, k: ep.Expr) -> ep.Expr:
+    """Entry of topk_idx, as int64."""
+    address = ep.at(c.topk_idx, T.int64(token) * s.num_topk + k, s.index_bytes)
+    return T.cast(ep.get(address, s.index_dtype), "int64")
+
+
+def tally(s: Any, c: SimpleNamespace, block: ep.Expr, column: ep.Expr) -> ep.Expr:
+    """Address of a tally: before the exchange of a block's own, afterwards (of columns that were scanned) of all earlier."""
+    return ep.at(c.own + T.uint64(s.control.tallies), block * s.control.columns + column, 4)
+
+
+def _word(s: Any, region_words: ep.Expr, source: ep.Expr, column: ep.Expr) -> ep.Expr:
+    return ep.at(region_words, source * (1 + s.control.columns) + column, 8)
+
+
+@T.macro
+def count(s, c):
+    """1. Count. Afterwards rows[t, k] is -2 - r, where r of this block's earlier tokens share the destination of k (expanded:
+    also expanded_rows[t, k], where r earlier selections share its expert), and the block's tallies are out; flags[1] is
+    set in the last block to get here, which may read the tallies of all.
+    """
+    R, K = s.num_ranks, s.num_topk
+    group = MAX_TOPK // K  # tokens at a time, a lane for each selection
+    token = T.alloc_var("int32")
+    end = T.alloc_var("int32")
+    raw = T.alloc_var("int64")
+    ahead = T.alloc_var("int64")
+    expert = T.alloc_var("int32")
+    dest = T.alloc_var("int32")
+    row = T.alloc_var("int32")
+    expanded_row = T.alloc_var("int32")
+    token = T.min(c.begin + c.warp * c.share, c.end) + c.lane // K
+    end = T.min(c.begin + (c.warp + 1) * c.share, c.end)
+    ahead = T.int64(-1)
+    if T.And(c.lane < group * K, token < end):
+        ahead = selection(s, c, token, c.lane % K)
+    while token - c.lane // K < end:
+        raw = ahead
+        ahead = T.int64(-1)
+        if T.And(c.lane < group * K, token + group < end):
+            ahead = selection(s, c, token + group, c.lane % K)
+        expert = T.if_then_else(T.And(raw >= T.int64(0), raw < T.int64(s.num_experts)), T.cast(raw, "int32"), -1)
+        dest = T.if_then_else(expert >= 0, rank_of(expert, s.partition), -1)
+        if T.And(expert < 0, raw != T.int64(-1)):
+            ep.add_relaxed(c.own + T.uint64(s.control.num_bad), 1)
+        # Selections of one token for one destination share a row: the lowest lane among them leads.
+        same = T.match_any_sync(T.if_then_else(dest >= 0, c.lane // K * R + dest, -1 - c.lane))
+        leads = T.And(dest >= 0, ep.lanes_below(same, c.lane) == 0)
+        alike = T.match_any_sync(T.if_then_else(leads, dest, -1 - c.lane))
+        row = -1
+        if leads:
+            row = c.base[c.warp, dest] + ep.lanes_below(alike, c.lane)
+        T.sync_warp()
+        if T.And(leads, ep.lanes_above(alike, c.lane) == T.uint32(0)):
+            c.base[c.warp, dest] = row + 1
+        row = T.shfl_sync(row, ep.first_lane(same))
+        if s.expanded:
+            # Lanes are in (token, k) order, and so are the rows of an expert.
+            fellow = T.match_any_sync(T.if_then_else(expert >= 0, expert, -1 - c.lane))
+            expanded_row = -1
+            if expert >= 0:
+                expanded_row = c.expert_base[c.warp, expert] + ep.lanes_below(fellow, c.lane)
+            T.sync_warp()
+            if T.And(expert >= 0, ep.lanes_above(fellow, c.lane) == T.uint32(0)):
+                c.expert_base[c.warp, expert] = expanded_row + 1
+        if T.And(c.lane < group * K, token < end):
+            ep.put(ep.at(c.rows, T.int64(token) * K + c.lane % K, 4), row, "int32")
+            if s.expanded:
+                ep.put(ep.at(c.expanded_rows, T.int64(token) * K + c.lane % K, 4), expanded_row, "int32")
+            if s.copies_idx:
+                ep.put(ep.at(c.idx_copy, T.int64(token) * K + c.lane % K, s.index_bytes), raw, s.index_dtype)
+        if not s.expanded:
+            if expert >= 0:
+                T.atomic_add(c.totals[R + expert], 1)
+        T.sync_warp()
+        token = token + group
+    T.sync_threads()
+    _scan_warps(s, c)
+    _rows_of_block(s, c)
+    _publish(s, c)
+
+
+@T.macro
+def _scan_warps(s, c):
+    """base[warp, d], expert_base[warp, e]: of earlier warps, not of the warp; totals: of the block."""
+    i = T.alloc_var("int32")
+    number = T.alloc_var("int32")
+    running = T.alloc_var("int32")
+    i = c.tid
+    while i < s.num_ranks:
+        running = 0
+        for w in T.serial(s.num_warps):
+            number = c.base[w, i]
+            c.base[w, i] = running
+            running = running + number
+        c.totals[i] = running
+        i = i + s.threads
+    if s.expanded:
+        i = c.tid
+        while i < s.num_experts:
+            running = 0
+            for w in T.serial(s.num_warps):
+                number = c.expert_base[w, i]
+                c.expert_base[w, i] = running
+                running = running + number
+            c.totals[s.num_ranks + i] = running
+            i = i + s.threads
+    T.sync_threads()
+
+
+@T.macro
+def _rows_of_block(s, c):
+    K = s.num_topk
+    i = T.alloc_var("int32")
+    expert = T.alloc_var("int32")
+    row = T.alloc_var("int32")
+    entry = T.alloc_var("int64")
+    i = c.tid
+    while i < (c.end - c.begin) * K:
+        entry = T.int64(c.begin) * K + i
+        row = ep.get(ep.at(c.rows, entry, 4), "int32")
+        if row >= 0:
+            expert = T.cast(selection(s, c, c.begin, i), "int32")
+            ep.put(ep.at(c.rows, entry, 4), -2 - row - c.base[i // K // c.share, rank_of(expert, s.partition)], "int32")
+            if s.expanded:
+                ep.put(
+                    ep.at(c.expanded_rows, entry, 4),
+                    -2 - ep.get(ep.at(c.expanded_rows, entry, 4), "int32") - c.expert_base[i // K // c.share, expert],
+                    "int32",
+                )
+        i = i + s.threads
+
+
+@T.macro
+def _publish(s, c):
+    i = T.alloc_var("int32")
+    i = c.tid
+    while i < s.columns:
+        ep.put(tally(s, c, c.block, i), c.totals[i], "int32")
+        i = i + s.threads
+    T.sync_threads()
+    if c.tid == 0:
+        c.flags[1] = ep.arrive_last(c.own + T.uint64(s.control.count_arrivals), c.num_blocks)
+    T.sync_threads()
+
+
+@T.macro
+def _scan_tallies(s, c, column, total):
+    """`total[0]`: the tallies of all blocks. Those by which rows are placed become sums over earlier blocks. Eight loads are
+    in flight at a time.
+    """
+    scanned = s.columns if s.expanded else s.num_ranks
+    b = T.alloc_var("int32")
+    part = T.alloc_local((8,), "int32")
+    total[0] = 0
+    b = 0
+    while b < c.num_blocks:
+        for j in T.unroll(8):
+            part[j] = 0
+            if b + j < c.num_blocks:
+                part[j] = ep.get(tally(s, c, b + j, column), "int32")
+        for j in T.unroll(8):
+            if T.And(column < scanned, b + j < c.num_blocks):
+                ep.put(tally(s, c, b + j, column), total[0], "int32")
+            total[0] = total[0] + part[j]
+        b = b + 8
+
+
+@T.macro
+def send_counts(s, c):
+    """2a. Exchange, sending: one block sends this rank's totals, and leaves to the others where each block's rows start.
+    A word with the current epoch also says that its sender has entered, and word 0 names the slot that may be written.
+    """
+    R, E = s.num_ranks, s.num_experts
+    copies = R if s.expanded else 1  # whoever scatters to experts must know where each of their segments starts
+    i = T.alloc_var("int32")
+    value = T.alloc_var("int32")
+    column = T.alloc_var("int32")
+    peer = T.alloc_var("int32")
+    last = T.alloc_var("int32")
+    total = T.alloc_local((1,), "int32")
+    last = c.flags[1]
+    if last == 1:
+        i = c.tid
+        while i < s.columns:
+            _scan_tallies(s, c, i, total)
+            c.totals[i] = total[0]
+            i = i + s.threads
+        T.sync_threads()
+        i = c.tid
+        while i < R * (1 + R):
+            column = i % (1 + R)
+            value = c.slot
+            if column > 0:
+                value = c.totals[column - 1]
+            ep.store_release(
+                _word(s, c.peers[i // (1 + R)] + T.uint64(s.control.words), c.rank, column), ep.tagged(c.epoch, value)
+            )
+            i = i + s.threads
+        i = c.tid
+        while i < copies * E:
+            peer = i // E if s.expanded else rank_of(i, s.partition)
+            ep.store_release(
+                _word(s, c.peers[peer] + T.uint64(s.control.words), c.rank, 1 + R + i % E),
+                ep.tagged(c.epoch, c.totals[R + i % E]),
+            )
+            i = i + s.threads
+
+
+@T.macro
+def send_entry(s, c):
+    """2a of a cached dispatch: the rows are known, only the entry and the slot are news."""
+    i = T.alloc_var("int32")
+    if c.block == 0:
+        i = c.tid
+        while i < s.num_ranks:
+            ep.store_release(_word(s, c.peers[i] + T.uint64(s.control.words), c.rank, 0), ep.tagged(c.epoch, c.slot))
+            i = i + s.threads
+
+
+@T.macro
+def receive_words(s, c):
+    """2b. Exchange, receiving, in every block: afterwards every peer has entered, so its slot may be written."""
+    width = 1 if s.cached else 1 + s.num_ranks
+    i = T.alloc_var("int32")
+    source = T.alloc_var("int32")
+    column = T.alloc_var("int32")
+    got = T.alloc_var("int64")
+    i = c.tid
+    while i < s.num_ranks * width:
+        source = i // width
+        column = i % width
+        got = ep.wait_tag(_word(s, c.words, source, column), c.epoch, c.status, PHASE_ENTRY, source, c.timeout_ns)
+        if got < T.int64(0):
+            c.flags[0] = 1
+        if column == 0:
+            c.peer_slot[source] = T.cast(got, "int32")
+        else:
+            c.count[source, column - 1] = T.cast(got, "int32")
+        i = i + s.threads
+    if s.expanded and not s.cached:
+        i = c.tid
+        while i < s.num_ranks * s.num_experts:
+            source = i // s.num_experts
+            column = i % s.num_experts
+            got = ep.wait_tag(
+                _word(s, c.words, source, 1 + s.num_ranks + column),
+                c.epoch, c.status, PHASE_COUNTS, source, c.timeout_ns,
+            )  # fmt: skip
+            if got < T.int64(0):
+                c.flags[0] = 1
+            T.atomic_add(c.expert_count[column], T.cast(got, "int32"))
+            if source < c.rank:
+                T.atomic_add(c.expert_start[column], T.cast(got, "int32"))
+            i = i + s.threads
+    T.sync_threads()
+
+
+@T.macro
+def place_rows(s, c):
+    """2c. start[d], expert_start[e]: the first row of this rank at d, or in the segment of e, after those of earlier ranks;
+    needed[d]: the expanded rows of d, -1 if they do not fit.
+    """
+    i = T.alloc_var("int32")
+    running = T.alloc_var("int32")
+    i = c.tid
+    while i < s.num_ranks:
+        running = 0
+        for source in T.serial(c.rank):
+            running = running + c.count[source, i]
+        c.start[i] = running
+        if s.expanded:
+            running = 0
+            for e in T.serial(first_expert(i, s.partition), first_expert(i + 1, s.partition)):
+                c.expert_start[e] = c.expert_start[e] + running
+                running = running + T.ceildiv(c.expert_count[e], c.alignment) * c.alignment
+            c.needed[i] = running
+            if running > T.if_then_else(i < s.num_experts % s.num_ranks, c.larger_rows, c.smaller_rows):
+                c.needed[i] = -1 - running
+        i = i + s.threads
+    T.sync_threads()
+
+
+@T.macro
+def report_counts(s, c):
+    """One block tells the handle, the statistics and the host what this rank receives."""
+    R = s.num_ranks
+    i = T.alloc_var("int32")
+    first = T.alloc_var("int32")
+    value = T.alloc_var("int32")
+    num_local = T.alloc_var("int32")
+    got = T.alloc_var("int64")
+    last = T.alloc_var("int32")
+    last = c.flags[1]
+    first = first_expert(c.rank, s.partition)
+    num_local = first_expert(c.rank + 1, s.partition) - first
+    if last == 1:
+        i = c.tid
+        while i < num_local:
+            if s.expanded:
+                c.local_count[i] = c.expert_count[first + i]
+            else:
+                c.local_count[i] = 0
+            i = i + s.threads
+        T.sync_threads()
+        if not s.expanded:
+            i = c.tid
+            while i < R * num_local:
+                got = ep.wait_tag(
+                    _word(s, c.words, i // num_local, 1 + R + first + i % num_local),
+                    c.epoch, c.status, PHASE_COUNTS, i // num_local, c.timeout_ns,
+                )  # fmt: skip
+                T.atomic_add(c.local_count[i % num_local], T.cast(got, "int32"))
+                i = i + s.threads
+            T.sync_threads()
+        i = c.tid
+        while i < num_local:
+            value = c.local_count[i]
+            ep.put(ep.at(c.counts, R + num_local + i, 4), value, "int32")
+            if s.host_counts:
+                ep.store_release(ep.at(c.host, 1 + i, 8), ep.tagged(c.epoch, value))
+            if s.has_stats:
+                ep.put(ep.at(c.stats, i, 4), ep.get(ep.at(c.stats, i, 4), "int32") + value, "int32")
+            i = i + s.threads
+        if s.expanded:
+            i = c.tid
+            while i < R:
+                value = T.if_then_else(c.needed[i] < 0, -1 - c.needed[i], c.needed[i])
+                ep.put(ep.at(c.counts, R + 2 * num_local + i, 4), value, "int32")
+                if s.host_counts:
+                    ep.store_release(ep.at(c.host, 2 + num_local + i, 8), ep.tagged(c.epoch, value))
+                else:
+                    if c.needed[i] < 0:
+                        ep.store_release(ep.at(c.overflow, i, 8), ep.tagged(c.epoch, value))
+                i = i + s.threads
+        if c.tid == 0:
+            _report_sums(s, c, num_local)
+
+
+@T.macro
+def _report_sums(s, c, num_local):
+    running = T.alloc_var("int32")
+    bad = T.alloc_var("int32")
+    running = 0
+    for source in T.serial(s.num_ranks):
+        running = running + c.count[source, c.rank]
+        ep.put(ep.at(c.counts, source, 4), running, "int32")
+    if s.host_counts:
+        ep.store_release(c.host, ep.tagged(c.epoch, running))
+    running = 0
+    for e in T.serial(num_local):
+        if s.expanded:
+            ep.put(ep.at(c.counts, s.num_ranks + e, 4), running + c.local_count[e], "int32")
+        running = running + T.ceildiv(c.local_count[e], c.alignment) * c.alignment
+        if not s.expanded:
+            ep.put(ep.at(c.counts, s.num_ranks + e, 4), running, "int32")
+    if s.host_counts:
+        bad = ep.get(c.own + T.uint64(s.control.num_bad), "int32")
+        ep.put(c.own + T.uint64(s.control.num_bad), 0, "int32")
+        ep.store_release(ep.at(c.host, 1 + num_local, 8), ep.tagged(c.epoch, bad))

@@ -1,0 +1,378 @@
+"""Stages 3 and 4 of dispatch: rows to where they belong, and the end."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import tilelang.language as T
+
+from tile_ep.kernels import primitives as ep
+from tile_ep.kernels.counting import first_expert, rank_of, selection, tally
+
+PHASE_DONE = 3
+
+
+def _slot(c: SimpleNamespace, region: ep.Expr, slot: ep.Expr) -> ep.Expr:
+    return region + ep.u64(c.slots_at) + ep.u64(slot) * ep.u64(c.slot_bytes)
+
+
+@T.macro
+def take(c, counter, item):
+    """`item[0]`: the next piece of this rank's work, for whichever warp gets to it. SMs differ in the bandwidth they get."""
+    item[0] = 0
+    if c.lane == 0:
+        item[0] = ep.add_relaxed(counter, 1)
+    item[0] = T.shfl_sync(item[0], 0)
+
+
+@T.macro
+def _address_token(s, c, token, part, to):
+    """Sets `to[0]` to where chunk `part` of the row goes, in the lanes that send it, and to 0 in the others. With the first
+    chunk goes all of the row that is not data, and the plan.
+    """
+    K = s.num_topk
+    entry = T.alloc_var("int64")
+    expert = T.alloc_var("int32")
+    dest = T.alloc_var("int32")
+    row = T.alloc_var("int32")  # where the data goes: in the rank layout, or in the segment of the expert
+    rank_row = T.alloc_var("int32")
+    weight = T.alloc_var("float32")
+    region = T.alloc_var("uint64")
+    counted_by = T.alloc_var("int32")
+    entry = T.int64(token) * K + c.lane
+    expert = -1
+    rank_row = -1
+    row = -1
+    weight = T.float32(0)
+    counted_by = T.cast((T.int64(token + 1) * c.num_blocks - 1) // T.int64(c.num_tokens), "int32")
+    if c.lane < K:
+        rank_row = ep.get(ep.at(c.rows, entry, 4), "int32")
+        row = rank_row
+        if s.expanded:
+            row = ep.get(ep.at(c.expanded_rows, entry, 4), "int32")
+    if rank_row != -1:
+        expert = T.cast(selection(s, c, token, c.lane), "int32")
+    if s.has_weights:
+        if T.And(c.lane < K, part == 0):
+            weight = ep.get(ep.at(c.topk_weights, entry, 4), "float32")
+    dest = T.if_then_else(expert >= 0, rank_of(expert, s.partition), -1)
+    same = T.match_any_sync(T.if_then_else(dest >= 0, dest, -1 - c.lane))
+    leads = T.And(dest >= 0, ep.lanes_below(same, c.lane) == 0)
+    region = T.uint64(0)
+    if dest >= 0:
+        region = _slot(c, c.peers[dest], c.peer_slot[dest])
+    if not s.cached:
+        if rank_row < -1:
+            rank_row = -2 - rank_row + c.start[dest] + ep.get(tally(s, c, counted_by, dest), "int32")
+        if s.expanded:
+            if row < -1:
+                row = (
+                    -2 - row + c.expert_start[expert]
+                    + ep.get(tally(s, c, counted_by, s.num_ranks + expert), "int32")
+                )  # fmt: skip
+            if dest >= 0:
+                row = T.if_then_else(c.needed[dest] < 0, -1, row)
+        else:
+            row = rank_row
+        _write_plan(s, c, entry, part, dest, rank_row, row, leads)
+    sends = T.And(row >= 0, dest >= 0) if s.expanded else leads
+    to[0] = T.if_then_else(sends, ep.at(region, row, s.data_bytes) + ep.u64(part * s.chunk_bytes), T.uint64(0))
+    if part == 0:
+        if s.expanded:
+            if not s.cached:
+                _write_row_metadata(s, c, token, region, dest, rank_row, row, leads)
+            if s.has_weights:
+                if sends:
+                    ep.put(ep.at(region + ep.u64(c.weights_at), row, 4), weight, "float32")
+        else:
+            _write_metadata(s, c, token, region, dest, expert, row, weight, leads)
+        if s.scale_bytes > 0 or not s.bulk:
+            _copy_parts(s, c, token, region, row, sends)
+
+
+@T.macro
+def _write_plan(s, c, entry, part, dest, rank_row, row, leads):
+    mask = T.ballot_sync(leads)
+    if T.And(dest >= 0, part == 0):
+        ep.put(ep.at(c.rows, entry, 4), rank_row, "int32")
+        if s.expanded:
+            ep.put(ep.at(c.expanded_rows, entry, 4), row, "int32")
+    if T.And(leads, part == 0):
+        ep.put(
+            ep.at(c.sources, entry - c.lane + ep.lanes_below(mask, c.lane), 4),
+            dest * (c.max_tokens * s.num_ranks) + rank_row, "int32",
+        )  # fmt: skip
+    if T.And(T.And(c.lane < s.num_topk, part == 0), c.lane >= T.cast(T.popcount(mask), "int32")):
+        ep.put(ep.at(c.sources, entry, 4), -1, "int32")
+
+
+@T.macro
+def _write_metadata(s, c, token, region, dest, expert, row, weight, leads):
+    """Rank layout: to each destination its experts of this token, all weights, and whence the token comes."""
+    K = s.num_topk
+    mask = T.alloc_var("uint32")
+    mask = T.cast(T.ballot_sync(leads), "uint32")
+    while mask != T.uint32(0):
+        leader = ep.first_lane(mask)
+        there = T.shfl_sync(region, leader)
+        there_row = T.shfl_sync(row, leader)
+        there_rank = T.shfl_sync(dest, leader)
+        if c.lane < K:
+            ep.put(
+                ep.at(there + ep.u64(c.idx_at), T.int64(there_row) * K + c.lane, s.index_bytes),
+                T.if_then_else(dest == there_rank, expert - first_expert(there_rank, s.partition), -1),
+                s.index_dtype,
+            )
+            if s.has_weights:
+                ep.put(ep.at(there + ep.u64(c.weights_at), T.int64(there_row) * K + c.lane, 4), weight, "float32")
+        if c.lane == 0:
+            _put_source(s, c, token, there, there_row, leader)
+        mask = mask & (mask - T.uint32(1))
+
+
+@T.macro
+def _write_row_metadata(s, c, token, region, dest, rank_row, row, leads):
+    """Expanded: to each destination the rows of this token there, and whence the token comes."""
+    K = s.num_topk
+    mask = T.alloc_var("uint32")
+    mask = T.cast(T.ballot_sync(leads), "uint32")
+    while mask != T.uint32(0):
+        leader = ep.first_lane(mask)
+        there = T.shfl_sync(region, leader)
+        there_row = T.shfl_sync(rank_row, leader)
+        there_rank = T.shfl_sync(dest, leader)
+        if c.lane < K:
+            ep.put(
+                ep.at(there + ep.u64(c.idx_at), T.int64(there_row) * K + c.lane, 4),
+                T.if_then_else(dest == there_rank, row, -1), "int32",
+            )  # fmt: skip
+        if c.lane == 0:
+            _put_source(s, c, token, there, there_row, leader)
+        mask = mask & (mask - T.uint32(1))
+
+
+@T.macro
+def _put_source(s, c, token, there, there_row, leader):
+    ep.put(
+        ep.at(there + ep.u64(c.source_at), there_row, 8),
+        ep.u64(c.rank * c.max_tokens + token) | (ep.u64(c.rank * s.num_topk + leader) << T.uint64(32)),
+        "uint64",
+    )
+
+
+@T.macro
+def _copy_parts(s, c, token, region, row, sends):
+    """What goes by the warp: scales, and data whose size or place the copy engine does not take."""
+    mask = T.alloc_var("uint32")
+    mask = T.cast(T.ballot_sync(sends), "uint32")
+    while mask != T.uint32(0):
+        sender = ep.first_lane(mask)
+        there = T.shfl_sync(region, sender)
+        there_row = T.shfl_sync(row, sender)
+        if s.scale_bytes > 0:
+            ep.copy_warp(
+                ep.at(there + ep.u64(c.scales_at), there_row, s.scale_bytes),
+                ep.at(c.x_scales, token, s.scale_bytes), s.scale_bytes,
+            )  # fmt: skip
+        if not s.bulk:
+            ep.copy_warp(ep.at(there, there_row, s.data_bytes), ep.at(c.x, token, s.data_bytes), s.data_bytes)
+        mask = mask & (mask - T.uint32(1))
+
+
+@T.macro
+def scatter_warp(s, c):
+    """3. Scatter, by the warp: any row size and alignment."""
+    more = T.alloc_var("bool")
+    taken = T.alloc_local((1,), "int32")
+    to = T.alloc_local((1,), "uint64")
+    more = True
+    while more:
+        take(c, c.taken, taken)
+        more = taken[0] < c.num_tokens
+        if more:
+            _address_token(s, c, taken[0], 0, to)
+
+
+@T.macro
+def scatter_bulk(s, c):
+    """3. Scatter, by the copy engine: each chunk enters a warp's shared memory once and leaves it once per destination. Warps
+    take chunks as they get to them. While the stores of one chunk drain, the warp addresses and fetches the next; the
+    memory of a chunk is fetched into again only after every lane's stores have read it.
+    """
+    turn = T.alloc_var("int32")  # chunks this warp has had
+    here = T.alloc_var("bool")  # the warp holds a chunk
+    more = T.alloc_var("bool")  # it has not seen the last one
+    item = T.alloc_local((1,), "int32")
+    to = T.alloc_local((1,), "uint64")
+    turn = 0
+    here = False
+    more = True
+    while more:
+        if here:
+            ep.barrier_wait(c.bars[c.warp, turn % s.depth], turn // s.depth % 2)
+            if to[0] != T.uint64(0):
+                ep.push(to[0], c.stage[c.warp, turn % s.depth, 0], _chunk_size(s, item[0] % s.num_chunks))
+            ep.push_commit()
+            turn = turn + 1
+        take(c, c.taken, item)
+        more = item[0] < c.num_tokens * s.num_chunks
+        if more:
+            ep.push_wait_read(s.depth - 1)
+            T.sync_warp()
+            _fetch_chunk(s, c, item[0], turn % s.depth)
+            _address_token(s, c, item[0] // s.num_chunks, item[0] % s.num_chunks, to)
+        here = more
+
+
+@T.macro
+def _fetch_chunk(s, c, item, turn):
+    if c.lane == 0:
+        ep.fetch(
+            c.stage[c.warp, turn, 0],
+            ep.at(c.x, item // s.num_chunks, s.data_bytes) + ep.u64(item % s.num_chunks * s.chunk_bytes),
+            _chunk_size(s, item % s.num_chunks),
+            c.bars[c.warp, turn],
+        )
+
+
+def _chunk_size(s: Any, part: ep.Expr) -> ep.Expr:
+    last = s.data_bytes - (s.num_chunks - 1) * s.chunk_bytes
+    return s.chunk_bytes if last == s.chunk_bytes else T.if_then_else(part == s.num_chunks - 1, last, s.chunk_bytes)
+
+
+@T.macro
+def fill_tail(s, c):
+    """Rank layout, rows past the count: they select nothing, weigh nothing, have finite scales. No peer writes there."""
+    received = T.alloc_var("int32")
+    entry = T.alloc_var("int64")
+    bound = T.alloc_var("int64")
+    to = T.alloc_var("uint64")
+    received = 0
+    if s.cached:
+        received = ep.get(ep.at(c.counts, s.num_ranks - 1, 4), "int32")
+    else:
+        for source in T.serial(s.num_ranks):
+            received = received + c.count[source, c.rank]
+    to = _slot(c, c.own, c.slot)
+    bound = T.int64(c.max_tokens) * s.num_ranks * s.num_topk
+    entry = T.int64(received) * s.num_topk + c.block * s.threads + c.tid
+    while entry < bound:
+        ep.put(ep.at(to + ep.u64(c.idx_at), entry, s.index_bytes), -1, s.index_dtype)
+        if s.has_weights:
+            ep.put(ep.at(to + ep.u64(c.weights_at), entry, 4), T.float32(0), "float32")
+        entry = entry + T.int64(c.num_blocks) * s.threads
+    if s.scale_bytes > 0:
+        _zero_scales(s, c, received, c.max_tokens * s.num_ranks)
+
+
+@T.macro
+def _zero_scales(s, c, begin, end):
+    """Scales of rows from `begin` to `end`, by all blocks."""
+    row = T.alloc_var("int32")
+    row = begin + c.block * s.num_warps + c.warp
+    while row < end:
+        ep.zero_warp(ep.at(_slot(c, c.own, c.slot) + ep.u64(c.scales_at), row, s.scale_bytes), T.int32(s.scale_bytes))
+        row = row + c.num_blocks * s.num_warps
+
+
+@T.macro
+def fill_expanded(s, c):
+    """Expanded: zero the rows that alignment adds, where that was asked for; without host synchronisation also weights and
+    scales past the last segment. No peer writes there.
+    """
+    R = s.num_ranks
+    num_local = T.alloc_var("int32")
+    start = T.alloc_var("int32")
+    number = T.alloc_var("int32")
+    row = T.alloc_var("int32")
+    most = T.alloc_var("int32")
+    fits = T.alloc_var("bool")
+    to = T.alloc_var("uint64")
+    to = _slot(c, c.own, c.slot)
+    num_local = first_expert(c.rank + 1, s.partition) - first_expert(c.rank, s.partition)
+    most = T.if_then_else(c.rank < s.num_experts % R, c.larger_rows, c.smaller_rows)
+    start = 0
+    fits = True
+    if not s.cached:
+        fits = c.needed[c.rank] >= 0
+    if fits:
+        for e in T.serial(num_local):
+            if s.cached:
+                number = ep.get(ep.at(c.counts, R + num_local + e, 4), "int32")
+            else:
+                number = c.expert_count[first_expert(c.rank, s.partition) + e]
+            if s.zero_gaps:
+                row = start + number + c.block * s.num_warps + c.warp
+                while row < start + T.ceildiv(number, c.alignment) * c.alignment:
+                    ep.zero_warp(ep.at(to, row, s.data_bytes), T.int32(s.data_bytes))
+                    if s.scale_bytes > 0:
+                        ep.zero_warp(ep.at(to + ep.u64(c.scales_at), row, s.scale_bytes), T.int32(s.scale_bytes))
+                    if s.has_weights:
+                        if c.lane == 0:
+                            ep.put(ep.at(to + ep.u64(c.weights_at), row, 4), T.float32(0), "float32")
+                    row = row + c.num_blocks * s.num_warps
+            start = start + T.ceildiv(number, c.alignment) * c.alignment
+    if s.fill_tail:
+        if s.has_weights:
+            row = start + c.block * s.threads + c.tid
+            while row < most:
+                ep.put(ep.at(to + ep.u64(c.weights_at), row, 4), T.float32(0), "float32")
+                row = row + c.num_blocks * s.threads
+        if s.scale_bytes > 0:
+            _zero_scales(s, c, start, most)
+
+
+@T.macro
+def finish(s, c):
+    """4. Finish. Rows are written, then fenced, then counted in; the last block tells every peer and waits for them."""
+    i = T.alloc_var("int32")
+    last = T.alloc_var("int32")
+    arrived = T.alloc_var("int32")
+    got = T.alloc_var("int64")
+    if s.bulk:
+        ep.push_wait_all()
+    ep.fence()
+    T.sync_threads()
+    if c.tid == 0:
+        c.flags[2] = ep.arrive_last(c.own + T.uint64(s.control.finish_arrivals), c.num_blocks)
+    T.sync_threads()
+    last = c.flags[2]
+    if last == 1:
+        i = c.tid
+        while i < s.num_ranks:
+            ep.store_release(ep.at(c.peers[i] + T.uint64(s.control.done), c.rank, 8), ep.tagged(c.epoch, 0))
+            got = ep.wait_tag(
+                ep.at(c.own + T.uint64(s.control.done), i, 8), c.epoch, c.status, PHASE_DONE, i, c.timeout_ns
+            )
+            if got < T.int64(0):
+                c.flags[0] = 1
+            i = i + s.threads
+        T.sync_threads()
+        arrived = T.if_then_else(c.flags[0] == 0, 1, 0)
+        if arrived == 1:
+            if not s.cached:
+                _keep_metadata(s, c, c.src_metadata, _slot(c, c.own, c.slot) + ep.u64(c.source_at), 8)
+                if s.expanded:
+                    _keep_metadata(s, c, c.row_metadata, _slot(c, c.own, c.slot) + ep.u64(c.idx_at), 4 * s.num_topk)
+            if c.tid == 0:
+                ep.put(c.taken, 0, "uint32")
+                ep.put(c.own + T.uint64(s.control.epoch), c.epoch, "uint64")
+
+
+@T.macro
+def _keep_metadata(s, c, kept, there, width):
+    """Copy `width` bytes of each received token out of the slot, which the handle outlives."""
+    i = T.alloc_var("int32")
+    received = T.alloc_var("int32")
+    share = T.alloc_var("int32")
+    received = 0
+    for source in T.serial(s.num_ranks):
+        received = received + c.count[source, c.rank]
+    share = T.ceildiv(received, 4 * s.num_warps) * 4  # rows of a warp, in whole 16 bytes
+    i = T.min(c.warp * share, received)
+    ep.copy_warp(
+        ep.at(kept, i, width),
+        ep.at(there, i, width),
+        T.int64(width) * (T.min(i + share, received) - i),
+    )
