@@ -65,7 +65,7 @@ class Bench:
             num_topk=options.topk,
             num_experts=options.experts,
             pipeline_depth=0,
-            expand_factor=1.0,
+            expand_factor=1.2,
         )
         generator = torch.Generator("cuda").manual_seed(options.seed)
         self.x = [torch.randn(tokens, hidden, device="cuda", generator=generator).bfloat16() for _ in range(ranks)]
@@ -169,7 +169,35 @@ class Bench:
         )
         self._check_sums(back)
         figures.append(figure)
-        return figures
+        return figures + self._expanded(options)
+
+    def _expanded(self, options: dict[str, Any]) -> list[Figure]:
+        """The expanded layout: a row per selection; what crosses on the way back is one row per token and rank."""
+        num_sms = options["num_sms"]
+        selections = self.options.ranks * self.options.tokens * self.options.topk
+        own = self.options.ranks * self.options.tokens
+        figure, sent = self.time(
+            "dispatch, expanded",
+            num_sms,
+            (own + selections) * self.row_bytes,
+            lambda rank, buffer: buffer.dispatch(
+                self.x[rank], self.topk_idx[rank], do_cpu_sync=False, do_expand=True, **options
+            ),
+        )
+        figures = [figure]
+        handles = [result[3] for result in sent]
+        rows = [result[0] for result in sent]
+        figure, back = self.time(
+            "combine, expanded",
+            num_sms,
+            (selections + 2 * self.num_rows + own) * self.row_bytes,
+            lambda rank, buffer: buffer.combine(rows[rank], handles[rank], **options),
+        )
+        for rank, (out, _, _) in enumerate(back):
+            # Each rank's part is a small multiple of the token, rounded; so is the sum: bf16 rounding apart it is K times it.
+            error = (out.float() - self.options.topk * self.x[rank].float()).norm() / out.float().norm()
+            assert error < 5e-3, f"rank {rank}: expanded sums are off by {error}"
+        return [*figures, figure]
 
     def _check_rows(self, sent: list[Any]) -> None:
         for rank, (recv_x, recv_idx, _, handle, _) in enumerate(sent):

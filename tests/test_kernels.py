@@ -75,7 +75,13 @@ VARIANTS: dict[str, KernelSpec] = {
     "dispatch-cached": dispatch_spec(cached=True, host_counts=False, copies_idx=False),
     "dispatch-odd": dispatch_spec(bulk=False, data_bytes=14, index_dtype="int16", num_topk=32),
     "dispatch-72-ranks": dispatch_spec(num_ranks=72, num_experts=288, max_experts=288, num_topk=8),
+    "dispatch-expanded": dispatch_spec(expanded=True, zero_gaps=True, scale_bytes=8),
+    "dispatch-expanded-cached": dispatch_spec(
+        expanded=True, cached=True, host_counts=False, fill_tail=True, bulk=False
+    ),
     "combine": combine_spec(),
+    "combine-expanded": combine_spec(expanded=True, apply_weights=True),
+    "combine-expanded-odd": combine_spec(expanded=True, bulk=False, hidden=7, dtype="float32"),
     "combine-zero-copy": combine_spec(staged=False, has_weights=False, num_bias=0),
     "combine-odd": combine_spec(bulk=False, hidden=7, dtype="float16", num_bias=2),
     "combine-fp32-short-chunk": combine_spec(dtype="float32", hidden=300, chunk_bytes=416),
