@@ -1,4 +1,7 @@
-"""Stages 3 and 4 of dispatch: rows to where they belong, and the end."""
+"""Stages 3 and 4 of dispatch: rows to where they belong, and the end.
+
+A kernel's own parameters are not passed to macros as they are: TileLang would rename them.
+"""
 
 from __future__ import annotations
 
@@ -244,6 +247,7 @@ def _chunk_size(s: Any, part: ep.Expr) -> ep.Expr:
 @T.macro
 def fill_tail(s, c):
     """Rank layout, rows past the count: they select nothing, weigh nothing, have finite scales. No peer writes there."""
+    most = T.alloc_var("int32")
     received = T.alloc_var("int32")
     entry = T.alloc_var("int64")
     bound = T.alloc_var("int64")
@@ -263,7 +267,8 @@ def fill_tail(s, c):
             ep.put(ep.at(to + ep.u64(c.weights_at), entry, 4), T.float32(0), "float32")
         entry = entry + T.int64(c.num_blocks) * s.threads
     if s.scale_bytes > 0:
-        _zero_scales(s, c, received, c.max_tokens * s.num_ranks)
+        most = c.max_tokens * s.num_ranks
+        _zero_scales(s, c, received, most)
 
 
 @T.macro
