@@ -74,11 +74,13 @@ def main(arguments: list[str] | None = None) -> int:
         "4 ranks, long run": lambda: check_rounds(4, 24, 1000, 6, 30, rounds=options.rounds // 3, num_sms=5),
         "8 ranks, long run": lambda: check_rounds(8, 16, 256, 8, 64, rounds=options.rounds // 3, num_sms=16),
         "queued without sync": check_queued,
+        "streams and events": check_streams,
         "handles and slots": check_handles_and_slots,
         "graph": check_graph,
         "absent rank": check_absent_rank,
         "bad indices": check_bad_indices,
         "one process a rank": check_processes,
+        "host cost of a launch": check_launch_cost,
     }
     # Most of these is compiling, on CPUs, in processes of their own.
     beside: dict[str, Callable[[], str]] = {"cases": functools.partial(check_cases, options.cases)}
@@ -225,6 +227,51 @@ def check_queued() -> str:
 
         ranks.run(many)
     return f"{rounds} rounds"
+
+
+def check_streams() -> str:
+    """Collectives that follow an event and leave the compute stream to the caller."""
+    shape, rounds = (2, 32, 2048, 4, 16), 50
+    with _ranks(shape) as ranks:
+        distinct = [Inputs(shape, seed) for seed in range(10)]
+
+        def overlapped(rank: int, buffer: Buffer) -> None:
+            options: dict[str, Any] = {"async_with_compute_stream": True, "allocate_on_comm_stream": True, "num_sms": 4}
+            for number in range(rounds):
+                inputs = distinct[number % 10]
+                x, idx, weights = (part[rank].cuda() for part in (inputs.x, inputs.topk_idx, inputs.weights))
+                ready = torch.cuda.current_stream().record_event()
+                torch.cuda._sleep(200_000)  # what the collective must not wait for
+                recv_x, recv_idx, recv_weights, handle, event = buffer.dispatch(
+                    x, idx, weights, previous_event=ready, do_cpu_sync=number % 2 == 0, **options
+                )
+                del x, idx, weights  # the event keeps what is still read
+                with event:
+                    _poison()
+                assert isinstance(recv_x, torch.Tensor)
+                y, y_weights, event = buffer.combine(recv_x, handle, recv_weights, **options)
+                event.current_stream_wait()
+                inputs.compare(rank, (recv_x, recv_idx, recv_weights, y, y_weights))
+
+        ranks.run(overlapped)
+    return f"{rounds} rounds"
+
+
+def check_launch_cost() -> str:
+    """What a launch costs the host, once the kernel is compiled. Said, not judged."""
+    from tile_ep.kernels.launcher import compiled_kernels
+
+    said = []
+    for kernel in compiled_kernels()[:2]:
+        torch.cuda.synchronize()
+        number = 500
+        start = time.perf_counter()
+        for _ in range(number):
+            kernel.launch_on_scratch()
+        took = time.perf_counter() - start
+        torch.cuda.synchronize()
+        said.append(f"{type(kernel.spec).__name__.removesuffix('Spec').lower()} {1e6 * took / number:.1f} us")
+    return ", ".join(said)
 
 
 def check_handles_and_slots() -> str:

@@ -70,16 +70,23 @@ class CudaKernel:
 
     def _load(self) -> None:
         """Load the code onto the device now: CUDA would do it at the first launch, and may wait there for kernels that in
-        turn wait for this one. A launch without tokens, among peers that are all one scratch region, gives up at once.
+        turn wait for this one.
         """
         import torch
 
-        scratch = torch.zeros(self.spec.control.num_bytes + (1 << 20), dtype=torch.uint8, device="cuda")
-        peers = torch.full((self.spec.num_ranks,), scratch.data_ptr(), dtype=torch.int64).cuda().view(torch.uint64)
+        size = self.spec.control.num_bytes + (1 << 20)
+        self._scratch = torch.zeros(size, dtype=torch.uint8, device="cuda")
+        address = self._scratch.data_ptr()
+        peers = torch.full((self.spec.num_ranks,), address, dtype=torch.int64).cuda().view(torch.uint64)
         numbers = {name: 0 for name in self._names if name in _NUMBERS}
-        addresses = {name: scratch.data_ptr() for name in self._names}
-        self({**addresses, **numbers, "peers": peers, "num_blocks": 1, "capacity": 1, "alignment": 1})
+        ones = {"num_blocks": 1, "capacity": 1, "alignment": 1}
+        self._nothing = {**dict.fromkeys(self._names, address), **numbers, **ones, "peers": peers}
+        self.launch_on_scratch()
         torch.cuda.current_stream().synchronize()
+
+    def launch_on_scratch(self) -> None:
+        """A launch without tokens, among peers that are all one scratch region: it gives up at once."""
+        self(self._nothing)
 
     def __call__(self, arguments: Mapping[str, Any]) -> None:
         self._kernel(*(arguments[name] for name in self._names))
@@ -87,7 +94,7 @@ class CudaKernel:
 
 _NUMBERS = {
     *("rank", "num_tokens", "max_tokens", "slot", "slots_at", "slot_bytes", "scales_at", "idx_at", "weights_at"),
-    *("source_at", "rows_at", "timeout_ns"),
+    *("source_at", "rows_at", "timeout_ns", "larger_rows", "smaller_rows"),
 }
 _CUDA_KERNELS: dict[KernelSpec, CudaKernel] = {}
 
@@ -100,6 +107,11 @@ def cuda_kernel(spec: KernelSpec) -> CudaKernel:
             kernel = _CUDA_KERNELS.get(spec) or CudaKernel(spec)
             _CUDA_KERNELS[spec] = kernel
     return kernel
+
+
+def compiled_kernels() -> list[CudaKernel]:
+    """Every kernel compiled so far in this process."""
+    return list(_CUDA_KERNELS.values())
 
 
 def is_compiled(spec: KernelSpec) -> bool:
