@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PYTEST_ARGS ?=
+JOBS ?= 2
 export PIP_CONSTRAINT := constraints.txt
 
 .PHONY: demo test lint docs format clean
@@ -12,7 +13,7 @@ demo: $(VENV)/installed
 	$(BIN)/tile-ep demo
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
