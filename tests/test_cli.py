@@ -66,7 +66,6 @@ def task(**changes: Any) -> RankTask:
         "expand_factor": 2.0,
         "seed": 0,
         "timeout_s": 60.0,
-        "warm_up": False,
     }
     return RankTask(**{**fields, **changes})
 

@@ -162,7 +162,8 @@ class NvlinkBackend:
         num_local = partition.num_local(self.rank)
         capacity = rank_capacity(self.num_ranks, request.num_max_tokens_per_rank)
         num_blocks = self._num_blocks(request.num_sms)
-        on_comm = request.streams.allocate_on_comm_stream
+        # Memory of the current stream may still be in use there by what was queued after the event.
+        on_comm = request.streams.allocate_on_comm_stream or request.streams.previous_event is not None
 
         world.bound_run_ahead(self.config.pipeline_depth)
         world.begin(request.streams.previous_event)
@@ -412,7 +413,8 @@ class NvlinkBackend:
         plan: _Plan = handle.plan
         num_tokens, num_topk = handle.topk_idx.shape
         num_blocks = self._num_blocks(request.num_sms)
-        on_comm = request.streams.allocate_on_comm_stream
+        # Memory of the current stream may still be in use there by what was queued after the event.
+        on_comm = request.streams.allocate_on_comm_stream or request.streams.previous_event is not None
         staged = self._must_stage(x, handle)
 
         world.bound_run_ahead(self.config.pipeline_depth)

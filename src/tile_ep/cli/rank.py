@@ -12,9 +12,10 @@ import torch
 from tile_ep.backends.base import Payload
 from tile_ep.buffer import Buffer
 from tile_ep.cli.layer import Experts, selected_rows
+from tile_ep.cli.roundtrip import as_rows, inexact_tokens
 from tile_ep.handle import EPHandle
 from tile_ep.layout import ExpertPartition
-from tile_ep.quantize import per_token_cast_back, per_token_cast_to_fp8
+from tile_ep.quantize import per_token_cast_to_fp8
 from tile_ep.trace import Trace
 
 
@@ -53,7 +54,6 @@ class RankTask:
         expand_factor: of the buffer; holds every row of this routing.
         seed: of the expert weights.
         timeout_s: bound of every wait.
-        warm_up: exchange once before the clock runs, so that connections are there.
     """
 
     num_ranks: int
@@ -66,7 +66,6 @@ class RankTask:
     expand_factor: float
     seed: int
     timeout_s: float
-    warm_up: bool
 
     @property
     def partition(self) -> ExpertPartition:
@@ -75,7 +74,7 @@ class RankTask:
 
     def ticks(self, rank: int) -> int:
         """How often `run_rank` reports progress."""
-        return self.partition.num_local(rank) + 2
+        return self.partition.num_local(rank) + 3
 
 
 @dataclass(frozen=True)
@@ -92,6 +91,7 @@ class RankResult:
         bytes_sent, bytes_received, bytes_sent_without_dedup: of the dispatch, from and to other ranks.
         load_per_expert: selections of each expert of this rank.
         seconds: of each phase, `dispatch`, `experts` and `combine`; each begins when all ranks are ready for it.
+        inexact_tokens: tokens that came back changed, by a bit or more, from experts that change nothing.
         backend: what moved the rows.
     """
 
@@ -107,6 +107,7 @@ class RankResult:
     bytes_sent_without_dedup: int
     load_per_expert: list[int]
     seconds: dict[str, float]
+    inexact_tokens: int
     backend: str
 
     @property
@@ -154,18 +155,16 @@ def run_rank(buffer: Buffer, shard: Trace, task: RankTask, tick: Callable[[], No
             return buffer.combine(y, handle, weights, apply_weights=True)[0]
         return buffer.combine(y, handle)[0]
 
-    if task.warm_up:
-        _, _, weights, handle = dispatch()
-        combine(
-            torch.zeros(len(weights), task.hidden, dtype=task.payload.row_dtype, device=buffer.device), weights, handle
-        )
+    # Before the clock runs, so that connections are there once it does.
+    inexact = inexact_tokens(buffer, x, topk_idx, topk_weights, task.partition, expand, task.payload.row_dtype)
+    tick()
 
     seconds = {}
     start = _start(buffer)
     received, idx, weights, handle = dispatch()
     seconds["dispatch"] = _now(buffer) - start
     tick()
-    y, seconds["experts"] = _run_experts(buffer, _rows(received), idx, weights, handle, task, tick)
+    y, seconds["experts"] = _run_experts(buffer, as_rows(received), idx, weights, handle, task, tick)
     start = _start(buffer)
     output = combine(y.to(task.payload.row_dtype), weights, handle)
     seconds["combine"] = _now(buffer) - start
@@ -185,6 +184,7 @@ def run_rank(buffer: Buffer, shard: Trace, task: RankTask, tick: Callable[[], No
         bytes_sent_without_dedup=traffic.bytes_sent_without_dedup,
         load_per_expert=handle.num_unaligned_recv_tokens_per_expert.tolist(),
         seconds=seconds,
+        inexact_tokens=inexact,
         backend=buffer.backend_name,
     )
     return result, output.cpu()
@@ -192,10 +192,6 @@ def run_rank(buffer: Buffer, shard: Trace, task: RankTask, tick: Callable[[], No
 
 def _payload(x: torch.Tensor, payload: PayloadName) -> Payload:
     return per_token_cast_to_fp8(x) if payload is PayloadName.fp8 else x.to(payload.row_dtype)
-
-
-def _rows(received: Payload) -> torch.Tensor:
-    return per_token_cast_back(*received, torch.float32) if isinstance(received, tuple) else received
 
 
 def _run_experts(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 
@@ -105,6 +106,7 @@ def execute(settings: Settings) -> None:
 
             draw(report, settings.plot)
             console.print(f"picture: {settings.plot}", highlight=False, soft_wrap=True)
+        console.print(report.round_trip, highlight=False, soft_wrap=True)
         console.print(report.verdict, highlight=False, soft_wrap=True)
     if not report.passed:
         raise typer.Exit(1)
@@ -152,6 +154,7 @@ def _load(settings: Settings) -> Trace:
 
 
 def _make_task(settings: Settings, trace: Trace, most_tokens: int) -> RankTask:
+    _check_range(settings, trace)
     partition = ExpertPartition(trace.num_experts, settings.ranks)
     load = trace.load
     needed = [
@@ -176,8 +179,15 @@ def _make_task(settings: Settings, trace: Trace, most_tokens: int) -> RankTask:
         expand_factor=max(1.0, math.ceil(100 * max(needed)) / 100),
         seed=settings.seed,
         timeout_s=settings.timeout_s,
-        warm_up=settings.backend is not BackendName.sim,
     )
+
+
+def _check_range(settings: Settings, trace: Trace) -> None:
+    limit, largest = torch.finfo(settings.payload.row_dtype).max, float(trace.x.abs().max())
+    if largest > limit:
+        raise TraceError(
+            f"x: holds {largest:g}, and --payload {settings.payload.value} goes to {limit:g}; use bf16 or fp32"
+        )
 
 
 def _check_files(settings: Settings) -> None:

@@ -47,9 +47,23 @@ class Report:
         return float(torch.tensor(self.errors, dtype=torch.float64).max())
 
     @property
+    def inexact_tokens(self) -> int:
+        """Tokens, over all ranks, that came back changed from experts that change nothing."""
+        return sum(result.inexact_tokens for result in self.ranks)
+
+    @property
     def passed(self) -> bool:
-        """Whether every rank's output is within the tolerance. NaN is not."""
-        return self.error <= self.tolerance
+        """Whether every rank's output is within the tolerance (NaN is not) and every round trip exact."""
+        return self.error <= self.tolerance and not self.inexact_tokens
+
+    @property
+    def round_trip(self) -> str:
+        """One line on what is exact, in rich markup."""
+        tokens = sum(result.tokens for result in self.ranks)
+        return (
+            f"Round trip, experts that change nothing: {tokens - self.inexact_tokens:,} of {tokens:,} tokens came back "
+            "exact, their weights too"
+        )
 
     @property
     def verdict(self) -> str:
@@ -58,7 +72,13 @@ class Report:
         if self.passed:
             return f"[bold green]PASS[/]: outputs of {_ranks(len(self.ranks))} agree with the dense layer, {said}"
         wrong = [rank for rank, error in enumerate(self.errors) if not error <= self.tolerance]
-        return f"[bold red]FAIL[/]: output of rank(s) {', '.join(map(str, wrong))} is off, {said}"
+        if wrong:
+            return f"[bold red]FAIL[/]: output of rank(s) {', '.join(map(str, wrong))} is off, {said}"
+        changed = [result.rank for result in self.ranks if result.inexact_tokens]
+        return (
+            f"[bold red]FAIL[/]: {self.inexact_tokens:,} tokens of rank(s) {', '.join(map(str, changed))} "
+            f"came back changed; {said}"
+        )
 
     @property
     def load_per_expert(self) -> list[int]:
@@ -99,6 +119,7 @@ class Report:
             "bytes_sent_without_dedup": sum(result.bytes_sent_without_dedup for result in self.ranks),
             "combine_bytes_sent": sum(result.combine_bytes_sent for result in self.ranks),
             "seconds": {phase: max(result.seconds[phase] for result in self.ranks) for phase in PHASES},
+            "inexact_tokens": self.inexact_tokens,
             "error": self.error,
             "tolerance": self.tolerance,
             "passed": self.passed,

@@ -91,10 +91,14 @@ class CudaDevice:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, on_comm_stream: bool) -> torch.Tensor:
         """Uninitialised device memory, owned by the communication stream or by the current one."""
-        if on_comm_stream:
-            with torch.cuda.stream(self._stream):
-                return torch.empty(shape, dtype=dtype, device=self.device)
-        return torch.empty(shape, dtype=dtype, device=self.device)
+        if not on_comm_stream:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        with torch.cuda.stream(self._stream):
+            memory = torch.empty(shape, dtype=dtype, device=self.device)
+        if not torch.cuda.is_current_stream_capturing():
+            # Its reader is the current stream: a later collective must not be given it before that has read.
+            memory.record_stream(torch.cuda.current_stream(self.device))
+        return memory
 
     def launch(self, spec: KernelSpec, num_blocks: int, arguments: Mapping[str, int | torch.Tensor | None]) -> None:
         """Enqueue a kernel on the communication stream.
