@@ -196,7 +196,7 @@ class Scenario:
                 num_experts=EXPERTS,
                 num_slots=9,
                 seed=self.seed,
-                timeout_s=5,
+                timeout_s=30,
             ) as ranks:
                 assert ranks.simulation is not None
                 with ranks.simulation.queued():
