@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tile_ep import reference
 from tile_ep.cli import app
 from tile_ep.cli.layer import Experts, dense_layer, relative_error
-from tile_ep.cli.rank import LayoutName, PayloadName, RankTask
+from tile_ep.cli.rank import LayoutName, PayloadName, RankResult, RankTask
+from tile_ep.cli.report import PHASES, Report
+from tile_ep.cli.roundtrip import expected_sums, inexact_tokens
 from tile_ep.cli.worlds import BackendName, WorkerError, run_ranks
+from tile_ep.layout import ExpertPartition
 from tile_ep.trace import Trace
 
 RANKS, EXPERTS, HIDDEN, TOPK = 2, 5, 160, 3
@@ -133,6 +138,7 @@ def check_figures(said: dict[str, Any]) -> None:
         assert set(of_rank["seconds"]) == {"dispatch", "experts", "combine"}
         assert all(seconds > 0 for seconds in of_rank["seconds"].values())
         assert 0 < of_rank["error"] <= said["error"] <= said["tolerance"]
+        assert of_rank["inexact_tokens"] == 0
     assert said["bytes_sent"] == row_bytes * (rows[0][1] + rows[1][0])
     assert said["bytes_sent_without_dedup"] == row_bytes * (selections[0][1] + selections[1][0])
 
@@ -146,6 +152,7 @@ def test_too_strict_a_tolerance_fails(trace_file: Path, tmp_path: Path) -> None:
     assert "FAIL: output of rank(s) 0, 1 is off" in result.output
     said = json.loads(figures.read_text())
     assert said["passed"] is False
+    assert said["inexact_tokens"] == 0
     assert 5e-3 < said["error"] < 8e-2
     assert [of_rank["row_bytes"] for of_rank in said["ranks"]] == [168, 168]
     assert [of_rank["combine_row_bytes"] for of_rank in said["ranks"]] == [320, 320]
@@ -168,6 +175,61 @@ def test_demo_in_the_simulator_says_that_it_takes_few_tokens(tmp_path: Path) -> 
     assert said["trace"]["tokens"] == 32
     assert said["trace"]["documents"] == 9
     assert said["backend"] == "sim"
+
+
+# ---------------------------------------------------------------- what is exact
+
+
+def test_sums_of_a_round_trip_are_those_of_the_reference() -> None:
+    """Fifths of fp32: every addition rounds, so the order and the number of them show."""
+    trace = small_trace()
+    xs = [trace.x.float()[:9] / 5, trace.x.float()[9:] / 5]
+    idx, weights = [trace.topk_idx[:9], trace.topk_idx[9:]], [trace.topk_weights[:9], trace.topk_weights[9:]]
+    for expand in (False, True):
+        received = reference.dispatch(
+            xs, idx, weights, num_experts=EXPERTS, num_max_tokens_per_rank=10, expand_factor=4.0, do_expand=expand
+        )
+        rows = [output.recv_x for output in received]
+        combined = reference.combine(rows, [output.handle for output in received])  # type: ignore[arg-type]
+        for rank in range(RANKS):
+            got = expected_sums(xs[rank], idx[rank], ExpertPartition(EXPERTS, RANKS), expand)
+            assert torch.equal(got, combined[rank].combined_x)
+
+
+class Altered:
+    """A buffer of one rank that returns rows or weights with one bit or one element changed."""
+
+    def __init__(self, part: int) -> None:
+        self.part = part
+
+    def dispatch(self, x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor, do_expand: bool) -> tuple[Any, ...]:
+        return x, idx, weights, None, None
+
+    def combine(self, y: torch.Tensor, handle: None, weights: torch.Tensor) -> tuple[Any, ...]:
+        returned = [y.clone(), weights.clone()]
+        if self.part < 2:
+            bits = returned[self.part].view(torch.int16 if self.part == 0 else torch.int32)
+            bits[3, 1] ^= 1
+        return (*returned, None)
+
+
+@pytest.mark.parametrize(("part", "changed"), [(0, 1), (1, 1), (2, 0)])
+def test_one_bit_of_a_row_or_a_weight_is_a_token_that_came_back_changed(part: int, changed: int) -> None:
+    x, idx = torch.ones(5, 4, dtype=torch.bfloat16), torch.zeros(5, 2, dtype=torch.int64)
+    buffer: Any = Altered(part)
+    weights = torch.full((5, 2), 0.5)
+    assert inexact_tokens(buffer, x, idx, weights, ExpertPartition(1, 1), False, torch.bfloat16) == changed
+
+
+def test_a_token_that_came_back_changed_fails_whatever_the_error() -> None:
+    result = RankResult(0, 4, [4], [4], [4], 8, 8, 0, 0, 0, [4], dict.fromkeys(PHASES, 0.0), 1, "collective")
+    facts = {"tokens": 4, "documents": None, "hidden": 4, "topk": 1, "experts": 1, "skew": 1.0}
+    report = Report("made up", facts, "rank", "bf16", "collective", 0, 1.0, [0], [result], [0.0])
+    assert not report.passed
+    assert "FAIL[/]: 1 tokens of rank(s) 0 came back changed" in report.verdict
+    assert "3 of 4 tokens came back exact" in report.round_trip
+    assert report.as_dict()["inexact_tokens"] == 1
+    assert replace(report, ranks=[replace(result, inexact_tokens=0)]).passed
 
 
 # ---------------------------------------------------------------- the layer it is checked against
@@ -293,6 +355,15 @@ def test_mistakes_are_explained_in_a_line(trace_file: Path, tmp_path: Path, argu
     assert result.exit_code == 2
     assert said in result.output
     assert "Traceback" not in result.output
+
+
+def test_values_that_the_payload_cannot_hold_are_named(tmp_path: Path) -> None:
+    trace = small_trace()
+    trace.x[3, 7] = 70_000
+    trace.save(tmp_path / "large.safetensors")
+    result = invoke("replay", tmp_path / "large.safetensors", "--ranks", 2, "--payload", "fp16")
+    assert result.exit_code == 2
+    assert "--payload fp16 goes to 65504; use bf16 or fp32" in result.output
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
