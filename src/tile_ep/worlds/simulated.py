@@ -77,9 +77,10 @@ class Simulation:
                 self._run()
             else:
                 deadline = time.monotonic() + self._timeout_s
-                while self._generation == generation:
-                    if not self._condition.wait(max(0.0, deadline - time.monotonic())):
-                        self._run()
+                while self._generation == generation and time.monotonic() < deadline:
+                    self._condition.wait(max(0.0, deadline - time.monotonic()))
+                if self._generation == generation:
+                    self._run()
             if self._error is not None:
                 raise self._error
 
