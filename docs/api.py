@@ -1,4 +1,4 @@
-"""Builds the API reference from the docstrings: `python docs/api.py [DIRECTORY]` (default `docs/site`)."""
+"""Builds the API reference from the docstrings: `python docs/api.py [DIRECTORY]` (default `site`)."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def build(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "site"
+    target = Path(sys.argv[1]) if len(sys.argv) > 1 else Path("site")
     build(target)
     print(target / "index.html")
