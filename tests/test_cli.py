@@ -165,16 +165,35 @@ def test_the_expanded_layout_with_a_rank_without_tokens(trace_file: Path) -> Non
     assert "PASS: outputs of 4 ranks agree" in result.output
 
 
-def test_demo_in_the_simulator_says_that_it_takes_few_tokens(tmp_path: Path) -> None:
+def simulate(tmp_path: Path, *options: object) -> tuple[str, dict[str, Any]]:
+    """A replay of the demo's trace on the simulated kernels: what it printed, and its JSON."""
     pytest.importorskip("tilelang")
-    figures = tmp_path / "out.json"
-    result = invoke("demo", "--backend", "sim", "--ranks", 2, "--json", figures)
+    result = invoke("demo", "--backend", "sim", "--ranks", 2, "--json", tmp_path / "out.json", *options)
     assert result.exit_code == 0, result.output
-    assert "using 32 tokens" in result.output
-    said = json.loads(figures.read_text())
+    return result.output, json.loads((tmp_path / "out.json").read_text())
+
+
+def test_demo_in_the_simulator_says_that_it_takes_few_tokens(tmp_path: Path) -> None:
+    printed, said = simulate(tmp_path)
+    assert "using 32 tokens" in printed
     assert said["trace"]["tokens"] == 32
     assert said["trace"]["documents"] == 9
     assert said["backend"] == "sim"
+
+
+def test_expanded_rows_of_the_kernels_cross_once_per_selection(tmp_path: Path) -> None:
+    """And come back once per (token, rank)."""
+    printed, said = simulate(tmp_path, "--layout", "expanded", "--tokens", 18)
+    assert "one row per (token, expert)" in printed
+    first, second = said["ranks"]
+    assert sum(map(sum, said["traffic_rows"])) == 18 * 8
+    for here, there in ((first, second), (second, first)):
+        other = there["rank"]
+        assert here["rows_sent_per_rank"] == here["selections_sent_per_rank"]
+        assert here["rows_received_per_rank"][other] == there["rows_sent_per_rank"][here["rank"]]
+        assert here["bytes_sent"] == here["bytes_sent_without_dedup"] == 768 * here["rows_sent_per_rank"][other]
+        assert here["bytes_received"] == there["bytes_sent"]
+        assert here["combine_bytes_sent"] <= 768 * there["tokens"] < here["bytes_received"]
 
 
 # ---------------------------------------------------------------- what is exact
@@ -222,7 +241,8 @@ def test_one_bit_of_a_row_or_a_weight_is_a_token_that_came_back_changed(part: in
 
 
 def test_a_token_that_came_back_changed_fails_whatever_the_error() -> None:
-    result = RankResult(0, 4, [4], [4], [4], 8, 8, 0, 0, 0, [4], dict.fromkeys(PHASES, 0.0), 1, "collective")
+    seconds = dict.fromkeys(PHASES, 0.0)
+    result = RankResult(0, 4, "rank", [4], [4], [4], 8, 0, 0, 0, 8, 0, [4], seconds, 1, "collective")
     facts = {"tokens": 4, "documents": None, "hidden": 4, "topk": 1, "experts": 1, "skew": 1.0}
     report = Report("made up", facts, "rank", "bf16", "collective", 0, 1.0, [0], [result], [0.0])
     assert not report.passed

@@ -56,7 +56,7 @@ def _draw_traffic(figure: Figure, axes: Axes, report: Report) -> None:
         axes.set_yticks(ranks)
     axes.set_xlabel("to rank")
     axes.set_ylabel("from rank")
-    axes.set_title("Rows dispatched, one per (token, rank)", fontsize=11)
+    axes.set_title(f"Dispatch: {report.rows_are}", fontsize=11)
 
 
 def _font(num_ranks: int) -> float:

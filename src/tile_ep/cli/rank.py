@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 
@@ -84,11 +85,13 @@ class RankResult:
     Attributes:
         rank: which one.
         tokens: that it holds.
+        rows_per: what has a row of its own on the way, besides the token: its `"rank"` or its `"expert"`.
         rows_sent_per_rank, rows_received_per_rank: rows for and from each rank; entry `rank` stays here.
         selections_sent_per_rank: rows for each rank if there were one per selection.
         row_bytes: of a dispatched row, with its scales.
-        combine_row_bytes: of a row on its way back.
         bytes_sent, bytes_received, bytes_sent_without_dedup: of the dispatch, from and to other ranks.
+        combine_row_bytes: of a row on its way back.
+        combine_bytes_sent: that go back to other ranks, always one row per (token, rank).
         load_per_expert: selections of each expert of this rank.
         seconds: of each phase, `dispatch`, `experts` and `combine`; each begins when all ranks are ready for it.
         inexact_tokens: tokens that came back changed, by a bit or more, from experts that change nothing.
@@ -97,14 +100,16 @@ class RankResult:
 
     rank: int
     tokens: int
+    rows_per: str
     rows_sent_per_rank: list[int]
     rows_received_per_rank: list[int]
     selections_sent_per_rank: list[int]
     row_bytes: int
-    combine_row_bytes: int
     bytes_sent: int
     bytes_received: int
     bytes_sent_without_dedup: int
+    combine_row_bytes: int
+    combine_bytes_sent: int
     load_per_expert: list[int]
     seconds: dict[str, float]
     inexact_tokens: int
@@ -124,11 +129,6 @@ class RankResult:
     def rows_kept(self) -> int:
         """Rows for experts of this rank."""
         return self.rows_sent_per_rank[self.rank]
-
-    @property
-    def combine_bytes_sent(self) -> int:
-        """Bytes that go back to other ranks."""
-        return self.rows_received * self.combine_row_bytes
 
 
 def run_rank(buffer: Buffer, shard: Trace, task: RankTask, tick: Callable[[], None]) -> tuple[RankResult, torch.Tensor]:
@@ -170,24 +170,51 @@ def run_rank(buffer: Buffer, shard: Trace, task: RankTask, tick: Callable[[], No
     seconds["combine"] = _now(buffer) - start
     tick()
 
-    traffic = buffer.traffic()
     result = RankResult(
         rank=buffer.rank,
         tokens=shard.num_tokens,
-        rows_sent_per_rank=traffic.rows_sent_per_rank,
-        rows_received_per_rank=traffic.rows_received_per_rank,
-        selections_sent_per_rank=traffic.selections_sent_per_rank,
-        row_bytes=traffic.row_bytes,
-        combine_row_bytes=task.hidden * task.payload.row_dtype.itemsize,
-        bytes_sent=traffic.bytes_sent,
-        bytes_received=traffic.bytes_received,
-        bytes_sent_without_dedup=traffic.bytes_sent_without_dedup,
         load_per_expert=handle.num_unaligned_recv_tokens_per_expert.tolist(),
         seconds=seconds,
         inexact_tokens=inexact,
         backend=buffer.backend_name,
+        **_traffic(buffer, handle, task),
     )
     return result, output.cpu()
+
+
+def _traffic(buffer: Buffer, handle: EPHandle, task: RankTask) -> dict[str, Any]:
+    """What the last dispatch and its combine moved, as fields of `RankResult`.
+
+    The kernels put expanded rows where they belong at once, so there each selection crosses by itself.
+    """
+    traffic = buffer.traffic()
+    per_expert = task.layout is LayoutName.expanded and buffer.backend_name != "collective"
+    sent, received = traffic.rows_sent_per_rank, traffic.rows_received_per_rank
+    combine_row_bytes = task.hidden * task.payload.row_dtype.itemsize
+    combine_bytes_sent = combine_row_bytes * (sum(received) - received[buffer.rank])
+    if per_expert:
+        sent, received = traffic.selections_sent_per_rank, _selections_received(handle)
+    return {
+        "rows_per": "expert" if per_expert else "rank",
+        "rows_sent_per_rank": sent,
+        "rows_received_per_rank": received,
+        "selections_sent_per_rank": traffic.selections_sent_per_rank,
+        "row_bytes": traffic.row_bytes,
+        "bytes_sent": traffic.row_bytes * (sum(sent) - sent[buffer.rank]),
+        "bytes_received": traffic.row_bytes * (sum(received) - received[buffer.rank]),
+        "bytes_sent_without_dedup": traffic.bytes_sent_without_dedup,
+        "combine_row_bytes": combine_row_bytes,
+        "combine_bytes_sent": combine_bytes_sent,
+    }
+
+
+def _selections_received(handle: EPHandle) -> list[int]:
+    """Expanded rows from each rank."""
+    metadata = handle.recv_src_metadata.cpu().long()
+    source = metadata[:, 0] // handle.num_max_tokens_per_rank
+    expanded = (metadata[:, 2:] >= 0).sum(dim=1)
+    counts = torch.zeros(handle.num_ranks, dtype=torch.int64)
+    return list(map(int, counts.index_add_(0, source, expanded)))
 
 
 def _payload(x: torch.Tensor, payload: PayloadName) -> Payload:

@@ -81,6 +81,11 @@ class Report:
         )
 
     @property
+    def rows_are(self) -> str:
+        """What a dispatched row is."""
+        return f"one row per (token, {self.ranks[0].rows_per})"
+
+    @property
     def load_per_expert(self) -> list[int]:
         """Selections of each expert, over all ranks."""
         return [load for result in self.ranks for load in result.load_per_expert]
@@ -158,7 +163,7 @@ def _ranks(count: int) -> str:
 
 def _traffic_table(report: Report) -> Table:
     table = Table(
-        title="Dispatch: one row per (token, rank)",
+        title=f"Dispatch: {report.rows_are}",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
