@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -118,6 +119,36 @@ def test_every_dependency_has_one_pinned_version(wheel: zipfile.ZipFile, python:
     assert needed
     for requirement in needed:
         assert canonicalize_name(requirement.name) in pinned, f"{requirement} has no pin for Python {python}"
+
+
+@needs_build
+def test_what_dependencies_need_is_pinned_too(wheel: zipfile.ZipFile) -> None:
+    """Of what is installed here. A requirement of exactly one version needs no pin."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    pinned = {canonicalize_name(pin.name) for pin in map(Requirement, pins())}
+    todo = [Requirement(line) for line in read_metadata(wheel).get_all("Requires-Dist") or []]
+    seen: set[tuple[str, str]] = set()
+    unpinned: set[str] = set()
+    walked: set[str] = set()
+    while todo:
+        above = todo.pop()
+        try:
+            lines = importlib.metadata.requires(above.name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue  # for another platform, another Python or another build
+        walked.add(canonicalize_name(above.name))
+        if canonicalize_name(above.name) not in pinned and [part.operator for part in above.specifier] != ["=="]:
+            unpinned.add(canonicalize_name(above.name))
+        for below in map(Requirement, lines):
+            wanted = below.marker is None or any(below.marker.evaluate({"extra": e}) for e in ("", *above.extras))
+            if wanted and (key := (canonicalize_name(above.name), str(below))) not in seen:
+                seen.add(key)
+                todo.append(below)
+    assert {"torch", "numpy", "jinja2"} <= walked
+    # Named without a version by a library of torch's, and with one by torch.
+    assert {name for name in unpinned if not name.startswith("nvidia-")} == set()
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt", "Makefile", ".ci/run"])
