@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
 
 import torch
@@ -28,22 +28,27 @@ from tile_ep.worlds.loopback import Loopback, loopback
 _WORKERS = 12  # processes that compile and run cases side by side
 
 
+def timed(check: Callable[[], str]) -> tuple[bool, str, float]:
+    """Whether a check passed, what it says or why not, and seconds."""
+    start = time.monotonic()
+    try:
+        return True, check(), time.monotonic() - start
+    except Exception:
+        return False, traceback.format_exc(), time.monotonic() - start
+
+
 class Checks:
-    """Runs checks, says how each went and remembers whether all did."""
+    """Says how each check went, and remembers whether all passed."""
 
     def __init__(self) -> None:
         self.failed: list[str] = []
         self._start = time.monotonic()
 
-    def run(self, name: str, check: Callable[[], str]) -> None:
-        """One check: it returns what it has seen, or raises."""
-        start = time.monotonic()
-        try:
-            said, verdict = check(), "ok"
-        except Exception:
-            said, verdict = traceback.format_exc(), "FAILED"
+    def report(self, name: str, passed: bool, said: str, seconds: float) -> None:
+        """The outcome of one check."""
+        if not passed:
             self.failed.append(name)
-        print(f"{verdict:6} {name:28} {time.monotonic() - start:6.1f} s  {said}", flush=True)
+        print(f"{'ok' if passed else 'FAILED':6} {name:28} {seconds:6.1f} s  {said}", flush=True)
 
     def summary(self) -> int:
         """Prints the last line; the exit status."""
@@ -68,34 +73,40 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     checks = Checks()
-    every: dict[str, Callable[[], str]] = {
-        "8 ranks, V3 shape": lambda: check_rounds(8, 64, 7168, 8, 256, rounds=20, num_sms=16),
-        "2 ranks, long run": lambda: check_rounds(2, 40, 512, 4, 8, rounds=options.rounds, num_sms=4),
-        "4 ranks, long run": lambda: check_rounds(4, 24, 1000, 6, 30, rounds=options.rounds // 3, num_sms=5),
-        "8 ranks, long run": lambda: check_rounds(8, 16, 256, 8, 64, rounds=options.rounds // 3, num_sms=16),
-        "queued without sync": check_queued,
-        "streams and events": check_streams,
+    rounds = options.rounds
+    # Long ones have the GPU to themselves. Before that they run once each beside the others, which compiles their kernels.
+    alone: dict[str, Callable[..., str]] = {
+        "8 ranks, V3 shape": functools.partial(check_rounds, 20, (8, 64, 7168, 8, 256), 16),
+        "2 ranks, long run": functools.partial(check_rounds, rounds, (2, 40, 512, 4, 8), 4),
+        "4 ranks, long run": functools.partial(check_rounds, rounds // 3, (4, 24, 1000, 6, 30), 5),
+        "8 ranks, long run": functools.partial(check_rounds, rounds // 3, (8, 16, 256, 8, 64), 16),
+        "queued without sync": functools.partial(check_queued, 200),
+        "streams and events": functools.partial(check_streams, 50),
+        "graph": functools.partial(check_graph, 100),
+        "host cost of a launch": functools.partial(check_launch_cost, 500),
+    }
+    beside: dict[str, Callable[..., str]] = {
+        "cases": functools.partial(check_cases, options.cases),
         "handles and slots": check_handles_and_slots,
-        "graph": check_graph,
         "absent rank": check_absent_rank,
         "bad indices": check_bad_indices,
         "one process a rank": check_processes,
-        "host cost of a launch": check_launch_cost,
     }
-    # Most of these is compiling, on CPUs, in processes of their own.
-    beside: dict[str, Callable[[], str]] = {"cases": functools.partial(check_cases, options.cases)}
     if not options.no_sanitizer:
-        beside["compute-sanitizer memcheck"] = functools.partial(check_sanitizer, "memcheck")
-        beside["compute-sanitizer racecheck"] = functools.partial(check_sanitizer, "racecheck")
-
-    def wanted(some: dict[str, Callable[[], str]]) -> list[tuple[str, Callable[[], str]]]:
-        return [item for item in some.items() if options.only is None or options.only in item[0]]
-
-    with ThreadPoolExecutor(len(beside)) as threads:
-        for name, check in wanted(beside):
-            threads.submit(checks.run, name, check)
-        for name, check in wanted(every):
-            checks.run(name, check)
+        for tool in ("memcheck", "racecheck"):
+            beside[f"compute-sanitizer {tool}"] = functools.partial(check_sanitizer, tool)
+    alone, beside = (
+        {name: check for name, check in some.items() if options.only is None or options.only in name}
+        for some in (alone, beside)
+    )
+    with ProcessPoolExecutor(8, mp_context=multiprocessing.get_context("spawn")) as processes:
+        for check in alone.values():
+            processes.submit(check.func, 1, *check.args[1:])  # type: ignore[attr-defined]
+        pending = {processes.submit(timed, check): name for name, check in beside.items()}
+        for done in as_completed(pending):
+            checks.report(pending[done], *done.result())
+    for name, check in alone.items():
+        checks.report(name, *timed(check))
     return checks.summary()
 
 
@@ -191,11 +202,8 @@ class Inputs:
             assert torch.equal(a, got), f"rank {rank}: {name} differs"
 
 
-def check_rounds(
-    num_ranks: int, most: int, hidden: int, num_topk: int, num_experts: int, rounds: int, num_sms: int
-) -> str:
+def check_rounds(rounds: int, shape: tuple[int, int, int, int, int], num_sms: int) -> str:
     """Back-to-back rounds: fresh inputs, poisoned slots and outputs, everything compared."""
-    shape = num_ranks, most, hidden, num_topk, num_experts
     with _ranks(shape) as ranks:
         distinct = [Inputs(shape, seed) for seed in range(min(rounds, 64))]
         order = torch.randint(0, len(distinct), (rounds,), generator=torch.Generator().manual_seed(rounds)).tolist()
@@ -209,9 +217,9 @@ def check_rounds(
     return f"{rounds} rounds of {len(distinct)} inputs"
 
 
-def check_queued() -> str:
+def check_queued(rounds: int) -> str:
     """Hundreds of collectives queued with no host synchronisation, checked afterwards."""
-    shape, rounds = (4, 32, 512, 4, 16), 200
+    shape = 4, 32, 512, 4, 16
     with _ranks(shape) as ranks:
         distinct = [Inputs(shape, seed) for seed in range(20)]
 
@@ -229,9 +237,9 @@ def check_queued() -> str:
     return f"{rounds} rounds"
 
 
-def check_streams() -> str:
+def check_streams(rounds: int) -> str:
     """Collectives that follow an event and leave the compute stream to the caller."""
-    shape, rounds = (2, 32, 2048, 4, 16), 50
+    shape = 2, 32, 2048, 4, 16
     with _ranks(shape) as ranks:
         distinct = [Inputs(shape, seed) for seed in range(10)]
 
@@ -257,14 +265,16 @@ def check_streams() -> str:
     return f"{rounds} rounds"
 
 
-def check_launch_cost() -> str:
+def check_launch_cost(number: int) -> str:
     """What a launch costs the host, once the kernel is compiled. Said, not judged."""
     from tile_ep.kernels.launcher import compiled_kernels
 
     said = []
-    for kernel in compiled_kernels()[:2]:
+    with _ranks((8, 64, 7168, 8, 256)) as ranks:
+        inputs = Inputs((8, 64, 7168, 8, 256), 0)
+        ranks.run(lambda rank, buffer: inputs.compare(rank, inputs.exchange(rank, buffer, 16)))
+    for kernel in [kernel for kernel in compiled_kernels() if kernel.spec.num_ranks == 8][:2]:
         torch.cuda.synchronize()
-        number = 500
         start = time.perf_counter()
         for _ in range(number):
             kernel.launch_on_scratch()
@@ -307,9 +317,9 @@ def check_handles_and_slots() -> str:
     return f"{len(distinct)} dispatches alive in 3 slots"
 
 
-def check_graph() -> str:
+def check_graph(replays: int) -> str:
     """Dispatch, expert and combine captured once, replayed with changing inputs."""
-    shape, replays = (4, 32, 512, 4, 16), 100
+    shape = 4, 32, 512, 4, 16
     num_ranks, most, hidden, num_topk, num_experts = shape
     with _ranks(shape) as ranks:
         distinct = [Inputs((num_ranks, most, hidden, num_topk, num_experts), seed) for seed in range(replays)]
@@ -352,7 +362,7 @@ def check_absent_rank() -> str:
     """A rank that never comes: the others raise and name it, CUDA goes on, and after `reset` so does the buffer."""
     shape = (4, 16, 256, 2, 8)
     said: list[str] = []
-    with _ranks(shape, timeout_s=5.0) as ranks:
+    with _ranks(shape, timeout_s=8.0) as ranks:
         inputs = Inputs(shape, 1)
         ranks.run(lambda rank, buffer: inputs.compare(rank, inputs.exchange(rank, buffer, 4)))
 
@@ -430,7 +440,7 @@ def check_sanitizer(tool: str) -> str:
         return "not installed, not run"
     code = (
         "from tile_ep.selftest import check_rounds;"
-        "print(check_rounds(2, 6, 200, 3, 5, rounds=2, num_sms=2), check_rounds(2, 5, 7, 3, 5, rounds=2, num_sms=2))"
+        "print(check_rounds(2, (2, 6, 200, 3, 5), 2), check_rounds(2, (2, 5, 7, 3, 5), 2))"
     )
     command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
