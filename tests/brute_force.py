@@ -228,8 +228,7 @@ def round_to(value: np.float32, kind: str) -> np.float32:
     if kind == "fp32" or np.isnan(value):
         return value
     if kind == "fp16":
-        with np.errstate(over="ignore"):
-            return np.float32(np.float16(value))
+        return np.float32(np.float16(value))
     bits = int(value.view(np.uint32))
     lower = bits & 0xFFFF
     bits -= lower
@@ -238,6 +237,7 @@ def round_to(value: np.float32, kind: str) -> np.float32:
     return np.uint32(bits).view(np.float32)
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def combined_rows(
     post: Post,
     rank: int,

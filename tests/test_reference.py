@@ -273,6 +273,7 @@ def check_capacity_error(error: CapacityError, post: brute_force.Post) -> None:
 @settings(
     max_examples=EXAMPLES,
     deadline=None,
+    derandomize="TILE_EP_HYPOTHESIS_EXAMPLES" not in os.environ,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
