@@ -100,7 +100,8 @@ class Buffer:
             each call decides.
         max_scale_bytes: most bytes of scales per row; by default one fp32 for each 128 elements of `hidden`.
         expand_factor: rows of the expanded layout, as a multiple of the balanced number.
-        num_slots: receive regions; a result that is a view of one stays valid for `num_slots - 1` more dispatches.
+        num_slots: receive regions. A result is a view of one, which stays taken while any tensor over it is alive; where the
+            next dispatch would have none left, the result is a copy.
         backend: `"auto"`, `"collective"` or `"nvlink"`; the environment variable `TILE_EP_BACKEND` overrides it.
             `"auto"` takes `"nvlink"` where every rank is a CUDA device that reaches the memory of all others.
         num_sms: SMs of each collective unless the call says otherwise; 0 is the backend's choice. CPUs have none.

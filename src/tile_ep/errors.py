@@ -73,7 +73,7 @@ class CapacityError(TileEPError, RuntimeError):
         rows_needed: rows needed, for every rank that overflows.
         capacity: rows that each of these ranks has.
         expand_factor: the factor in use.
-        expand_factor_needed: the smallest factor that would have held every row.
+        expand_factor_needed: a factor that would have held every row.
     """
 
     def __init__(

@@ -85,7 +85,7 @@ def expand_factor_for(
     expert_alignment: int,
     rows_needed: int,
 ) -> float:
-    """The smallest `expand_factor` (rounded up to 0.01) whose capacity holds `rows_needed` rows on `rank`."""
+    """An `expand_factor` whose capacity holds `rows_needed` rows on `rank`, within a row of the smallest, in steps of 0.01."""
     share = rows_needed - partition.num_local(rank) * (expert_alignment - 1)
     balanced = balanced_rows(partition, rank, num_max_tokens_per_rank, num_topk)
     return math.ceil(100 * max(share, 0) / max(balanced, 1)) / 100
