@@ -1,0 +1,367 @@
+"""The expert layer and its gradients, against a dense layer that one process computes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from workers import Pools
+
+from tile_ep import ArgumentError, Buffer, autograd
+from tile_ep.nn import MoE, shared_parameters
+
+HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 32, 24, 7, 3
+TOKENS = [9, 5, 12]
+"""Of each rank, of three; with fewer ranks the first hold more."""
+
+
+def buffer_for(**options: Any) -> Buffer:
+    sizes = {"num_max_tokens_per_rank": 26, "hidden": HIDDEN, "num_topk": TOPK, "num_experts": EXPERTS}
+    settings = {"dtype": torch.float32, "expand_factor": 8.0, "timeout_s": 30, "backend": "collective"}
+    return Buffer(**{**sizes, **settings, **options})
+
+
+def layer(buffer: Buffer, seed: int = 3, **options: Any) -> MoE:
+    torch.manual_seed(seed)
+    return MoE(buffer, HIDDEN, INTERMEDIATE, EXPERTS, TOPK, **{"dtype": torch.float32, **options})
+
+
+def dense(
+    x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """Every expert on every token, weighted by 0 where it was not selected."""
+    total = torch.zeros_like(x)
+    for expert in range(len(down)):
+        weight = (topk_weights * (topk_idx == expert)).sum(dim=1, keepdim=True)
+        gate, up = (x @ gate_up[expert].T).chunk(2, dim=1)
+        total = total + weight * ((F.silu(gate) * up) @ down[expert].T)
+    return total
+
+
+# ---------------------------------------------------------------- one step with given routing
+
+
+def inputs(tokens: list[int], routing: str) -> list[dict[str, torch.Tensor]]:
+    """Of every rank: tokens, routing, weights, and the gradient of the output."""
+    generator = torch.Generator().manual_seed(11)
+    made = []
+    for count in tokens:
+        idx = torch.rand(count, EXPERTS, generator=generator).argsort(dim=1)[:, :TOPK]
+        if routing == "masked":
+            idx = idx.masked_fill(torch.rand(idx.shape, generator=generator) < 0.4, -1)
+            idx[:1] = -1
+        elif routing == "one expert":
+            idx = torch.full_like(idx, -1).index_fill_(1, torch.tensor([1]), 2)
+        elif routing == "first rank only":  # experts 1 to 6 get nothing
+            idx = torch.full_like(idx, -1).index_fill_(1, torch.tensor([0]), 0)
+        elif routing == "nothing":
+            idx = torch.full_like(idx, -1)
+        elif routing == "twice":
+            idx[:, 1] = idx[:, 0]
+        made.append(
+            {
+                "x": torch.randn(count, HIDDEN, generator=generator),
+                "topk_idx": idx,
+                "topk_weights": torch.rand(count, TOPK, generator=generator),
+                "grad": torch.randn(count, HIDDEN, generator=generator),
+            }
+        )
+    return made
+
+
+def step(rank: int, given: dict[str, torch.Tensor], options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Forward and backward of one rank; runs in a worker."""
+    x, weights = given["x"].requires_grad_(), given["topk_weights"].requires_grad_()
+    with buffer_for() as buffer:
+        moe = layer(buffer, router=False, **options)
+        out = moe(x, given["topk_idx"], weights)
+        out.backward(given["grad"])
+        assert x.grad is not None and weights.grad is not None
+        assert moe.gate_up.grad is not None and moe.down.grad is not None
+        return {
+            "out": out.detach(),
+            "x": x.grad,
+            "weights": weights.grad,
+            "gate_up": moe.gate_up.grad,
+            "down": moe.down.grad,
+            "values": torch.cat([moe.gate_up.detach().flatten(1), moe.down.detach().flatten(1)], dim=1),
+        }
+
+
+def expected_step(given: list[dict[str, torch.Tensor]], values: torch.Tensor) -> dict[str, torch.Tensor]:
+    split = 2 * INTERMEDIATE * HIDDEN
+    gate_up = values[:, :split].reshape(EXPERTS, 2 * INTERMEDIATE, HIDDEN).clone().requires_grad_()
+    down = values[:, split:].reshape(EXPERTS, HIDDEN, INTERMEDIATE).clone().requires_grad_()
+    joined = {name: torch.cat([one[name].detach() for one in given]) for name in given[0]}
+    x, weights = joined["x"].requires_grad_(), joined["topk_weights"].requires_grad_()
+    out = dense(x, joined["topk_idx"], weights, gate_up, down)
+    grads = torch.autograd.grad(out, (x, weights, gate_up, down), joined["grad"])
+    return {"out": out.detach(), **dict(zip(("x", "weights", "gate_up", "down"), grads, strict=True))}
+
+
+ROUTINGS = ["spread", "masked", "one expert", "first rank only", "nothing", "twice"]
+
+
+def tokens_of(num_ranks: int) -> list[int]:
+    return [sum(TOKENS[rank::num_ranks]) for rank in range(num_ranks)]
+
+
+def check_step(pools: Pools, tokens: list[int], routing: str, **options: Any) -> None:
+    given = inputs(tokens, routing)
+    ranks = pools(len(tokens)).run(step, per_rank=[(one, options) for one in given])
+    found = {name: torch.cat([of_rank[name] for of_rank in ranks]) for name in ranks[0]}
+    expected = expected_step(given, found.pop("values"))
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_gradients_equal_a_dense_layer(pools: Pools, num_ranks: int, routing: str) -> None:
+    check_step(pools, tokens_of(num_ranks), routing)
+
+
+@pytest.mark.parametrize("tokens", [[0, 7], [7, 0], [0, 9, 0], [0, 0]])
+def test_ranks_without_tokens(pools: Pools, tokens: list[int]) -> None:
+    check_step(pools, tokens, "spread")
+
+
+@pytest.mark.parametrize("alignment", [1, 5, 64])
+def test_any_alignment(pools: Pools, alignment: int) -> None:
+    check_step(pools, tokens_of(2), "masked", expert_alignment=alignment)
+
+
+def test_experts_do_not_depend_on_the_number_of_ranks(pools: Pools) -> None:
+    values = [
+        torch.cat([one["values"] for one in pools(n).run(step, per_rank=[(g, {}) for g in inputs([2] * n, "spread")])])
+        for n in (1, 2, 3)
+    ]
+    assert torch.equal(values[0], values[1]) and torch.equal(values[0], values[2])
+    assert not torch.equal(values[0][0], values[0][1])
+
+
+# ---------------------------------------------------------------- router, two layers
+
+
+def two_layers(rank: int, x: torch.Tensor, grad: torch.Tensor) -> dict[str, Any]:
+    """Two routed layers on one buffer; the second also sees the first one's output beside the input."""
+    with buffer_for() as buffer:
+        first, second = layer(buffer, 3), layer(buffer, 4)
+        x = x.requires_grad_()
+        middle = x + first(x)
+        out = middle + second(middle) + second(x)  # three handles alive
+        out.backward(grad)
+        names = ("router.weight", "gate_up", "down")
+        grads = {f"{i}.{n}": m.get_parameter(n).grad for i, m in enumerate((first, second)) for n in names}
+        values = {f"{i}.{n}": m.get_parameter(n).detach() for i, m in enumerate((first, second)) for n in names}
+        assert {id(p) for p in shared_parameters(first)} == {id(first.get_parameter("router.weight"))}
+        return {"out": out.detach(), "x": x.grad, "grads": grads, "values": values}
+
+
+def dense_routed(x: torch.Tensor, values: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+    probabilities = (x @ values[f"{index}.router.weight"].T).softmax(dim=1)
+    weights, idx = probabilities.topk(TOPK, dim=1)
+    weights = weights / weights.sum(dim=1, keepdim=True)
+    return dense(x, idx, weights, values[f"{index}.gate_up"], values[f"{index}.down"])
+
+
+@pytest.mark.parametrize("tokens", [[8], [6, 9], [6, 0, 11]])
+def test_two_routed_layers_equal_dense_ones(pools: Pools, tokens: list[int]) -> None:
+    generator = torch.Generator().manual_seed(5)
+    xs = [torch.randn(count, HIDDEN, generator=generator) for count in tokens]
+    grads = [torch.randn(count, HIDDEN, generator=generator) for count in tokens]
+    ranks = pools(len(tokens)).run(two_layers, per_rank=list(zip(xs, grads, strict=True)))
+    values = {
+        name: (value if "router" in name else torch.cat([one["values"][name] for one in ranks])).requires_grad_()
+        for name, value in ranks[0]["values"].items()
+    }
+    x = torch.cat([one.detach() for one in xs]).requires_grad_()
+    middle = x + dense_routed(x, values, 0)
+    out = middle + dense_routed(middle, values, 1) + dense_routed(x, values, 1)
+    out.backward(torch.cat(grads))
+    close = {"rtol": 1e-5, "atol": 5e-6}
+    torch.testing.assert_close(torch.cat([one["out"] for one in ranks]), out.detach(), **close)
+    torch.testing.assert_close(torch.cat([one["x"] for one in ranks]), x.grad, **close)
+    for name, value in values.items():
+        found = [one["grads"][name] for one in ranks]
+        joined = torch.stack(found).sum(dim=0) if "router" in name else torch.cat(found)
+        torch.testing.assert_close(joined, value.grad, **close, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# ---------------------------------------------------------------- who joins the backward
+
+
+def uneven_needs(rank: int) -> dict[str, Any]:
+    """Only rank 0's tokens need a gradient, rank 1 holds no trainable expert and neither do its weights."""
+    torch.manual_seed(rank)
+    x = torch.randn(4, HIDDEN, requires_grad=rank == 0)
+    with buffer_for() as buffer:
+        moe = layer(buffer, router=False).requires_grad_(rank == 0)
+        out = moe(x, torch.tensor([[0, 3, 6]] * 4), torch.full((4, TOPK), 0.5))
+        out.sum().backward()
+        return {"needs": out.requires_grad, "grad": x.grad, "experts": moe.down.grad is not None}
+
+
+def test_every_rank_joins_the_backward(pools: Pools) -> None:
+    first, second = pools(2).run(uneven_needs)
+    assert first["needs"] and second["needs"]
+    assert first["grad"].abs().sum() > 0 and second["grad"] is None
+    assert first["experts"] and not second["experts"]
+
+
+def cut_rows(rank: int) -> torch.Tensor:
+    """Rank 1's expert ignores its rows: its combine still leads back to its dispatch."""
+    x = torch.ones(3, HIDDEN, requires_grad=True)
+    with buffer_for() as buffer:
+        received = autograd.dispatch(buffer, x, torch.tensor([[0, 6]] * 3))
+        rows = received.x * 2 if rank == 0 else torch.ones_like(received.x)
+        autograd.combine(buffer, rows, received).sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def test_a_combine_leads_back_to_its_dispatch(pools: Pools) -> None:
+    for grad in pools(2).run(cut_rows):
+        assert torch.equal(grad, torch.full((3, HIDDEN), 2.0))
+
+
+def without_grad(rank: int) -> dict[str, Any]:
+    x = torch.ones(3, HIDDEN, requires_grad=True)
+    with buffer_for() as buffer:
+        moe = layer(buffer)
+        with torch.no_grad():
+            quiet = moe(x)
+        with torch.inference_mode():
+            inferred = moe(x).clone()
+        loud = moe(x)
+        loud.sum().backward()
+        return {
+            "same": torch.equal(quiet, loud) and bool((inferred == loud).all()),
+            "quiet": quiet.requires_grad,
+            "loud": loud.requires_grad,
+        }
+
+
+def test_no_grad(pools: Pools) -> None:
+    for found in pools(2).run(without_grad):
+        assert found == {"same": True, "quiet": False, "loud": True}
+
+
+# ---------------------------------------------------------------- the pair itself
+
+
+def rank_layout(rank: int, twice: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sum over ranks of (sum of the local weights) * x`, in the rank layout; combined twice from one dispatch."""
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(4, HIDDEN, generator=generator).requires_grad_()
+    weights = torch.rand(4, 2, generator=generator).requires_grad_()
+    with buffer_for() as buffer:
+        received = autograd.dispatch(
+            buffer, x, torch.tensor([[0, 6], [1, 2], [-1, 5], [-1, -1]]), weights, do_expand=False
+        )
+        assert received.topk_idx is not None and received.topk_weights is not None
+        scale = (received.topk_weights * (received.topk_idx >= 0)).sum(dim=1, keepdim=True)
+        out = autograd.combine(buffer, received.x * scale, received)
+        if twice:
+            out = out + autograd.combine(buffer, received.x * scale, received)
+        out.sum().backward()
+    assert x.grad is not None and weights.grad is not None
+    used = torch.tensor([[1.0, 1.0], [1.0, 1.0], [0.0, 1.0], [0.0, 0.0]]) * (1 + twice)
+    torch.testing.assert_close(x.grad, (weights.detach() * used).sum(dim=1, keepdim=True).expand_as(x))
+    torch.testing.assert_close(weights.grad, x.detach().sum(dim=1, keepdim=True) * used)
+    return x.grad, weights.grad
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_rank_layout(pools: Pools, twice: bool) -> None:
+    pools(2).run(rank_layout, twice)
+
+
+def wrong_calls(rank: int) -> dict[str, str]:
+    messages = {}
+    with buffer_for() as buffer:
+        moe = layer(buffer, router=False)
+        x = torch.zeros(2, HIDDEN)
+        received = autograd.dispatch(buffer, x, torch.zeros(2, 1, dtype=torch.int64), do_expand=False)
+        calls = {
+            "rank layout": lambda: autograd.combine(buffer, received.x, received, torch.ones(len(received.x))),
+            "no router": lambda: moe(x),
+            "no weights": lambda: moe(x, torch.zeros(2, TOPK, dtype=torch.int64)),
+            "no routing": lambda: moe(x, None, torch.zeros(2, TOPK)),
+            "dtype": lambda: moe(x.bfloat16()),
+            "hidden": lambda: moe(x[:, :8]),
+            "num_topk": lambda: MoE(buffer, HIDDEN, INTERMEDIATE, EXPERTS, EXPERTS + 1),
+            "num_experts": lambda: MoE(buffer, HIDDEN, INTERMEDIATE, 1, 1),
+        }
+        for name, call in calls.items():
+            with pytest.raises(ArgumentError) as raised:
+                call()
+            messages[name] = raised.value.argument
+    return messages
+
+
+def test_wrong_calls(pools: Pools) -> None:
+    for messages in pools(2).run(wrong_calls):
+        assert messages == {
+            "rank layout": "topk_weights",
+            "no router": "topk_idx",
+            "no weights": "topk_weights",
+            "no routing": "topk_weights",
+            "dtype": "x",
+            "hidden": "x",
+            "num_topk": "num_topk",
+            "num_experts": "num_experts",
+        }
+
+
+# ---------------------------------------------------------------- dtypes, and where grouped products cannot run
+
+
+def in_bf16(rank: int) -> dict[str, Any]:
+    """Gradients in bf16 beside those of the same values in fp32, which `test_gradients_...` checks."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        generator = torch.Generator().manual_seed(rank)
+        x = torch.randn(rank * 8, HIDDEN, generator=generator).bfloat16().to(dtype).requires_grad_()
+        idx = torch.rand(rank * 8, EXPERTS, generator=generator).argsort(dim=1)[:, :TOPK]
+        weights = torch.rand(rank * 8, TOPK, generator=generator).requires_grad_()
+        with buffer_for() as buffer:
+            moe = layer(buffer, router=False, dtype=dtype)
+            with torch.no_grad():
+                for parameter in moe.parameters():
+                    parameter.copy_(parameter.bfloat16())
+            out = moe(x, idx, weights)
+            assert out.dtype == dtype
+            out.float().square().sum().backward()
+        found.append([g.float() for g in (out.detach(), x.grad, weights.grad, moe.gate_up.grad, moe.down.grad)])
+    errors = [(b - a).norm() / a.norm().clamp(min=1e-20) for a, b in zip(*found, strict=True)]
+    return {"error": float(max(errors)), "moved": float(found[1][3].abs().sum())}
+
+
+def test_bf16(pools: Pools) -> None:
+    for found in pools(2).run(in_bf16):
+        assert found["error"] < 0.02
+        assert found["moved"] > 0
+
+
+def matmuls(rank: int) -> dict[str, Any]:
+    """Sizes whose strides grouped products refuse, and both ways on sizes that they take."""
+    with buffer_for() as buffer:
+        torch.manual_seed(0)
+        odd = MoE(buffer, 31, 23, EXPERTS, TOPK, dtype=torch.float32)
+        odd(torch.randn(4, 31)).sum().backward()
+        grouped = layer(buffer)
+        single = copy.copy(grouped)
+        single._matmul = odd._matmul
+        x = torch.randn(6, HIDDEN)
+        torch.testing.assert_close(grouped(x), single(x), rtol=1e-5, atol=1e-6)
+        return {"odd": odd.uses_grouped_mm, "grouped": grouped.uses_grouped_mm, "single": single.uses_grouped_mm}
+
+
+def test_one_product_per_expert_where_grouped_ones_cannot_run(pools: Pools) -> None:
+    for found in pools(2).run(matmuls):
+        assert found == {"odd": False, "grouped": hasattr(torch, "_grouped_mm"), "single": False}
