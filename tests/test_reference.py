@@ -567,6 +567,26 @@ def test_tails_of_scales_are_finite(do_expand: bool) -> None:
         assert torch.isfinite(scales).all()
 
 
+@pytest.mark.parametrize("do_expand", [False, True])
+@pytest.mark.parametrize("do_zero_padding", [False, True])
+def test_undefined_bytes_are_ones(do_expand: bool, do_zero_padding: bool) -> None:
+    """One token of a rank that has room for two, in segments of two rows. Gaps are zeros where they are padded."""
+    data, scales, weights = torch.ones(1, 2), torch.ones(1, 1), torch.ones(1, 1)
+    (output,) = reference.dispatch(
+        [(data, scales)], [torch.tensor([[1]])], [weights], num_experts=2, num_max_tokens_per_rank=2,
+        expert_alignment=2, do_cpu_sync=False, do_expand=do_expand, do_zero_padding=do_zero_padding,
+    )  # fmt: skip
+    assert output.recv_topk_weights is not None
+    recv_data, recv_scales = (row_bytes(part) for part in output.recv_x)
+    ones, zeros = b"\xff" * 8, bytes(8)
+    if do_expand:  # a row, its gap, and a tail of two rows
+        blank = zeros if do_zero_padding else ones
+        assert recv_data[1:] == [blank] * 3 and recv_scales[1:] == [blank[:4], zeros[:4], zeros[:4]]
+        assert bits(output.recv_topk_weights[1:]) == bits([0.0 if do_zero_padding else torch.nan, 0.0, 0.0])
+    else:
+        assert recv_data[1:] == [ones] and recv_scales[1:] == [zeros[:4]]
+
+
 # ---------------------------------------------------------------- overflow
 
 
@@ -617,6 +637,19 @@ def test_overflow_names_every_rank_that_overflows() -> None:
         )  # fmt: skip
     assert caught.value.rows_needed == {0: 6, 1: 6} and caught.value.capacity == {0: 4, 1: 4}
     assert caught.value.expand_factor_needed == 1.5
+
+
+@pytest.mark.parametrize(("needed", "factor"), [([3, 0, 5], 1.25), ([5, 0, 3], 1.25), ([2, 2, 4], 1.0)])
+def test_the_factor_needed_is_that_of_the_fullest_rank(needed: list[int], factor: float) -> None:
+    """Three ranks, each with four tokens of one selection: four rows are a rank's share."""
+    selections = [expert for expert, rows in enumerate(needed) for _ in range(rows)]
+    idx = list(torch.tensor(selections + [-1] * (12 - len(selections))).view(3, 4, 1))
+    options: dict[str, Any] = {"num_experts": 3, "num_max_tokens_per_rank": 4, "do_expand": True}
+    with pytest.raises(CapacityError) as caught:
+        reference.dispatch([torch.zeros(4, 1)] * 3, idx, expand_factor=0.5, **options)
+    assert caught.value.rows_needed == {rank: rows for rank, rows in enumerate(needed) if rows > 2}
+    assert caught.value.expand_factor_needed == factor
+    reference.dispatch([torch.zeros(4, 1)] * 3, idx, expand_factor=factor, **options)
 
 
 # ---------------------------------------------------------------- sums

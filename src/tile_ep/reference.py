@@ -70,7 +70,8 @@ def dispatch(
     """Dispatch on every rank; arguments are those of `Buffer.dispatch`, as lists by rank.
 
     With `handles`, `topk_idxs` is `None` and the plans are replayed. Bytes that are undefined are filled with ones
-    (NaN in every float format).
+    (NaN in every float format), so that whoever reads them shows it; scales beyond the count are zero, as they must be
+    finite.
 
     Raises:
         RoutingError: an entry of `topk_idxs` is out of range.
@@ -132,22 +133,25 @@ def dispatch(
             stats[rank].add_(handle.num_unaligned_recv_tokens_per_expert)
         if do_expand:
             assert expanded_rows is not None
-            number = handle.num_expanded_tokens
+            assert handle.num_rows_needed is not None
+            number, used = handle.num_expanded_tokens, int(handle.num_rows_needed[rank])
             where = [(owner == rank) & (row >= 0) for owner, row in zip(owners, expanded_rows, strict=True)]
             targets = torch.cat([row[mask] for row, mask in zip(expanded_rows, where, strict=True)])
             sources = [mask.nonzero()[:, 0] for mask in where]
             recv_topk_idx = None
             recv_weights = None
             if topk_weights is not None:
-                # Weights of gaps and of the tail: 0 where a consumer may read them, undefined in gaps.
-                recv_weights = torch.zeros(number) if do_zero_padding else _gaps_poisoned(handle, counts, partition)
+                recv_weights = torch.zeros(number)  # the tail has weight 0, gaps only where they are padded
+                if not do_zero_padding:
+                    recv_weights[:used] = torch.nan
                 recv_weights[targets] = torch.cat(
                     [weights.float()[mask] for weights, mask in zip(topk_weights, where, strict=True)]
                 )
         else:
             number = handle.num_recv_tokens
             sources = [(owner == rank).any(dim=1).nonzero()[:, 0] for owner in owners]
-            targets = torch.arange(sum(len(tokens) for tokens in sources))
+            used = sum(len(tokens) for tokens in sources)
+            targets = torch.arange(used)
             local = torch.cat([_local(idx, partition, rank)[t] for idx, t in zip(indices, sources, strict=True)])
             recv_topk_idx = torch.full((number, local.shape[1]), -1, dtype=topk_idxs[rank].dtype)
             recv_topk_idx[targets] = local.to(recv_topk_idx.dtype)
@@ -158,21 +162,23 @@ def dispatch(
                     [weights.float()[t] for weights, t in zip(topk_weights, sources, strict=True)]
                 )
 
-        def received(parts: list[torch.Tensor], blank: int) -> torch.Tensor:
+        blank = 0 if do_expand and do_zero_padding else 0xFF
+
+        def received(parts: list[torch.Tensor]) -> torch.Tensor:
             out = _filled((number, parts[0].shape[1]), parts[0].dtype, blank)  # noqa: B023
             moved = [_bytes(part)[t] for part, t in zip(parts, sources, strict=True)]  # noqa: B023
             out.view(torch.uint8)[targets] = torch.cat(moved)  # noqa: B023
             return out
 
-        blank = 0 if do_expand and do_zero_padding else 0xFF
         recv_x: Payload
         if isinstance(xs[rank], tuple):
-            recv_scales = received([x[1] for x in xs], 0)  # beyond the count: finite
+            recv_scales = received([x[1] for x in xs])
+            recv_scales.view(torch.uint8)[used:] = 0
             if use_tma_aligned_col_major_sf:
                 recv_scales = _column_major(recv_scales)
-            recv_x = received([x[0] for x in xs], blank), recv_scales
+            recv_x = received([x[0] for x in xs]), recv_scales
         else:
-            recv_x = received(list(xs), blank)  # type: ignore[arg-type]
+            recv_x = received(list(xs))  # type: ignore[arg-type]
         outputs.append(DispatchOutput(recv_x, recv_topk_idx, recv_weights, handle))
     return outputs
 
@@ -350,14 +356,6 @@ def _make_handle(
     )
 
 
-def _gaps_poisoned(handle: EPHandle, counts: list[int], partition: ExpertPartition) -> torch.Tensor:
-    """Weights before any is written: NaN in the alignment gaps, 0 in the tail."""
-    weights = torch.zeros(handle.num_expanded_tokens)
-    local = counts[partition.first(handle.rank) : partition.first(handle.rank + 1)]
-    weights[: expanded_starts(local, handle.expert_alignment)[-1]] = torch.nan
-    return weights
-
-
 def _local_sum(y: torch.Tensor, handle: EPHandle, weights: torch.Tensor | None) -> torch.Tensor:
     """One row per received token: its expanded rows, `k` ascending, summed in fp32 and rounded once."""
     number = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
@@ -407,7 +405,10 @@ def _filled(shape: tuple[int, int], dtype: torch.dtype, byte: int) -> torch.Tens
 
 
 def _bytes(rows: torch.Tensor) -> torch.Tensor:
-    """`[T, bytes of a row]` uint8. PyTorch calls a tensor contiguous whatever its strides along short dimensions are."""
+    """`[T, bytes of a row]` uint8.
+
+    PyTorch calls a tensor contiguous whatever its strides along dimensions of size 0 or 1 are, so this copies always.
+    """
     dense = torch.empty(rows.shape, dtype=rows.dtype)
     return dense.copy_(rows).view(torch.uint8)
 
