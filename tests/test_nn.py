@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+import shutil
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from torch.nn import functional as F
 from workers import Pools
 
-from tile_ep import ArgumentError, Buffer, autograd
+from tile_ep import ArgumentError, Buffer, autograd, loopback
 from tile_ep.nn import MoE, shared_parameters
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 32, 24, 7, 3
@@ -18,15 +20,25 @@ TOKENS = [9, 5, 12]
 """Of each rank, of three; with fewer ranks the first hold more."""
 
 
-def buffer_for(**options: Any) -> Buffer:
-    sizes = {"num_max_tokens_per_rank": 26, "hidden": HIDDEN, "num_topk": TOPK, "num_experts": EXPERTS}
-    settings = {"dtype": torch.float32, "expand_factor": 8.0, "timeout_s": 30, "backend": "collective"}
-    return Buffer(**{**sizes, **settings, **options})
+SIZES: dict[str, Any] = {
+    "num_max_tokens_per_rank": 26,
+    "hidden": HIDDEN,
+    "num_topk": TOPK,
+    "num_experts": EXPERTS,
+    "dtype": torch.float32,
+    "expand_factor": 8.0,
+}
+
+
+def buffer_for() -> Buffer:
+    return Buffer(**SIZES, timeout_s=30, backend="collective")
 
 
 def layer(buffer: Buffer, seed: int = 3, **options: Any) -> MoE:
-    torch.manual_seed(seed)
-    return MoE(buffer, HIDDEN, INTERMEDIATE, EXPERTS, TOPK, **{"dtype": torch.float32, **options})
+    generator = torch.Generator().manual_seed(seed)
+    return MoE(
+        buffer, HIDDEN, INTERMEDIATE, EXPERTS, TOPK, **{"dtype": torch.float32, "generator": generator, **options}
+    )
 
 
 def dense(
@@ -72,23 +84,27 @@ def inputs(tokens: list[int], routing: str) -> list[dict[str, torch.Tensor]]:
     return made
 
 
-def step(rank: int, given: dict[str, torch.Tensor], options: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Forward and backward of one rank; runs in a worker."""
+def step(buffer: Buffer, given: dict[str, torch.Tensor], options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Forward and backward of one rank."""
     x, weights = given["x"].requires_grad_(), given["topk_weights"].requires_grad_()
+    moe = layer(buffer, router=False, **options)
+    out = moe(x, given["topk_idx"], weights)
+    out.backward(given["grad"])
+    assert x.grad is not None and weights.grad is not None
+    assert moe.gate_up.grad is not None and moe.down.grad is not None
+    return {
+        "out": out.detach(),
+        "x": x.grad,
+        "weights": weights.grad,
+        "gate_up": moe.gate_up.grad,
+        "down": moe.down.grad,
+        "values": torch.cat([moe.gate_up.detach().flatten(1), moe.down.detach().flatten(1)], dim=1),
+    }
+
+
+def step_in_process(rank: int, given: dict[str, torch.Tensor], options: dict[str, Any]) -> dict[str, torch.Tensor]:
     with buffer_for() as buffer:
-        moe = layer(buffer, router=False, **options)
-        out = moe(x, given["topk_idx"], weights)
-        out.backward(given["grad"])
-        assert x.grad is not None and weights.grad is not None
-        assert moe.gate_up.grad is not None and moe.down.grad is not None
-        return {
-            "out": out.detach(),
-            "x": x.grad,
-            "weights": weights.grad,
-            "gate_up": moe.gate_up.grad,
-            "down": moe.down.grad,
-            "values": torch.cat([moe.gate_up.detach().flatten(1), moe.down.detach().flatten(1)], dim=1),
-        }
+        return step(buffer, given, options)
 
 
 def expected_step(given: list[dict[str, torch.Tensor]], values: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -111,7 +127,10 @@ def tokens_of(num_ranks: int) -> list[int]:
 
 def check_step(pools: Pools, tokens: list[int], routing: str, **options: Any) -> None:
     given = inputs(tokens, routing)
-    ranks = pools(len(tokens)).run(step, per_rank=[(one, options) for one in given])
+    check_ranks(given, pools(len(tokens)).run(step_in_process, per_rank=[(one, options) for one in given]))
+
+
+def check_ranks(given: list[dict[str, torch.Tensor]], ranks: list[dict[str, torch.Tensor]]) -> None:
     found = {name: torch.cat([of_rank[name] for of_rank in ranks]) for name in ranks[0]}
     expected = expected_step(given, found.pop("values"))
     assert found.keys() == expected.keys()
@@ -135,9 +154,23 @@ def test_any_alignment(pools: Pools, alignment: int) -> None:
     check_step(pools, tokens_of(2), "masked", expert_alignment=alignment)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("tilelang") is None, reason="needs tilelang (pip install tilelang)")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("routing", ["masked", "first rank only"])
+def test_on_the_simulated_kernels(routing: str) -> None:
+    given = inputs(TOKENS, routing)
+    with loopback(len(TOKENS), device="sim", **SIZES) as ranks:
+        check_ranks(given, ranks.run(lambda rank, buffer: step(buffer, given[rank], {})))
+
+
 def test_experts_do_not_depend_on_the_number_of_ranks(pools: Pools) -> None:
     values = [
-        torch.cat([one["values"] for one in pools(n).run(step, per_rank=[(g, {}) for g in inputs([2] * n, "spread")])])
+        torch.cat(
+            [
+                one["values"]
+                for one in pools(n).run(step_in_process, per_rank=[(g, {}) for g in inputs([2] * n, "spread")])
+            ]
+        )
         for n in (1, 2, 3)
     ]
     assert torch.equal(values[0], values[1]) and torch.equal(values[0], values[2])

@@ -28,8 +28,8 @@ class MoE(nn.Module):
     of every parameter that all ranks hold, are of this rank's tokens and are yours to sum over the ranks
     (`shared_parameters`). With a loss that is the sum of the ranks' losses, both then are gradients of it.
 
-    Experts are initialised one by one from numbers drawn after the global seed of the CPU: ranks that are seeded
-    alike hold parts of the same layer, whatever their number.
+    Experts are drawn one by one: ranks whose generators are seeded alike hold parts of the same layer, whatever their
+    number.
 
     Args:
         buffer: the exchange. It must take rows of `hidden` elements of `dtype`, `num_topk` selections, `num_experts`.
@@ -42,6 +42,8 @@ class MoE(nn.Module):
         dtype: of tokens and expert parameters: fp32, bf16 or fp16.
         expert_alignment: rows that each expert's segment is rounded up to, with zeros, for the matrix products.
         device: of the parameters; by default the buffer's.
+        generator: of the initial parameters, on the CPU; by default the global one. Ranks that share a process need
+            one each.
 
     Attributes:
         gate_up: `[E_local, 2 * intermediate, hidden]`, gate above up.
@@ -65,6 +67,7 @@ class MoE(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
         expert_alignment: int = 16,
         device: torch.device | str | None = None,
+        generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
         if not 1 <= num_topk <= num_experts:
@@ -80,27 +83,28 @@ class MoE(nn.Module):
         self.router: nn.Module | None
         if isinstance(router, nn.Module):
             self.router = router
+        elif router:
+            linear = nn.utils.skip_init(nn.Linear, hidden, num_experts, bias=False, device=where)
+            _draw(linear.get_parameter("weight"), generator)
+            self.router = linear
         else:
-            self.router = nn.Linear(hidden, num_experts, bias=False, device=where) if router else None
+            self.router = None
         self.gate_up = nn.Parameter(torch.empty(num_local, 2 * intermediate, hidden, dtype=dtype, device=where))
         self.down = nn.Parameter(torch.empty(num_local, hidden, intermediate, dtype=dtype, device=where))
-        self.reset_experts()
+        self._draw_experts(generator)
         self._matmul = _choose_matmul(self.gate_up, self.down)
 
     @property
     def uses_grouped_mm(self) -> bool:
         return self._matmul is _grouped
 
-    def reset_experts(self) -> None:
-        """Draw the experts again: uniform, with the standard deviation of `nn.Linear`. Moves the CPU's generator."""
-        seed = int(torch.randint(2**62, ()))
-        with torch.no_grad():
-            for local in range(len(self.gate_up)):
-                generator = torch.Generator().manual_seed(seed + self.first_expert + local)
-                for weight in (self.gate_up, self.down):
-                    bound = 1 / math.sqrt(weight.shape[2])
-                    drawn = torch.empty(weight.shape[1:]).uniform_(-bound, bound, generator=generator)
-                    weight[local].copy_(drawn)
+    def _draw_experts(self, generator: torch.Generator | None) -> None:
+        """Each from its own seed, so that it does not depend on which others are here."""
+        seed = int(torch.randint(2**62, (), generator=generator))
+        for local in range(len(self.gate_up)):
+            own = torch.Generator().manual_seed(seed + self.first_expert + local)
+            for weight in (self.gate_up, self.down):
+                _draw(weight[local], own)
 
     def expert_parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that only this rank holds."""
@@ -172,6 +176,13 @@ def shared_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     """The parameters of `module` that every rank holds: all but the experts of its `MoE` layers."""
     experts = {id(p) for part in module.modules() if isinstance(part, MoE) for p in part.expert_parameters()}
     return (parameter for parameter in module.parameters() if id(parameter) not in experts)
+
+
+def _draw(weight: torch.Tensor, generator: torch.Generator | None) -> None:
+    """Fill `[out, in]` as `nn.Linear` does."""
+    bound = 1 / math.sqrt(weight.shape[1])
+    with torch.no_grad():
+        weight.copy_(torch.empty(weight.shape).uniform_(-bound, bound, generator=generator))
 
 
 # ---------------------------------------------------------------- matrix products of segments
