@@ -32,7 +32,7 @@ class BufferConfig:
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """DESIGN: section 2.5. Ignored where there are no streams."""
+    """How a collective is ordered against the caller's CUDA work. Ignored where there are no streams."""
 
     previous_event: EventOverlap | torch.cuda.Event | None = None
     async_with_compute_stream: bool = False
