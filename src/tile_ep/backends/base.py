@@ -9,6 +9,7 @@ import torch
 
 from tile_ep.event import EventOverlap
 from tile_ep.handle import EPHandle
+from tile_ep.layout import align
 
 Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """`[T, H]`, or `(data [T, H], scales [T, S])`: the parts of a token that travel, as bytes."""
@@ -118,3 +119,13 @@ class Backend(Protocol):
     def destroy(self) -> None:
         """Give everything back. Local, idempotent, safe at interpreter exit."""
         ...
+
+
+def column_major(scales: torch.Tensor) -> torch.Tensor:
+    """The same `[N, S]` values with stride `(1, N rounded up to 16 bytes)`, as TMA descriptors want it."""
+    num_rows, num_scales = scales.shape
+    rows = align(max(num_rows, 1), max(1, 16 // scales.element_size()))
+    store = torch.zeros((num_scales, rows * scales.element_size()), dtype=torch.uint8, device=scales.device)
+    out = store.view(scales.dtype).t()[:num_rows]
+    out.copy_(scales)
+    return out

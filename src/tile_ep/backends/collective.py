@@ -24,13 +24,13 @@ from tile_ep.backends.base import (
     DispatchRequest,
     DispatchResult,
     StreamOptions,
+    column_major,
 )
 from tile_ep.backends.collective_plan import Expansion, Plan, Planner, Route, payload_words
 from tile_ep.backends.collective_wire import CALLS, Wire, dtype_code, row_bytes
 from tile_ep.errors import BackendUnavailableError, CaptureError, DisagreementError, RoutingError
 from tile_ep.event import EventOverlap
 from tile_ep.handle import EPHandle
-from tile_ep.layout import align
 
 # ---------------------------------------------------------------- streams
 
@@ -132,7 +132,7 @@ class CollectiveBackend:
             route = plan.route if expansion is None else expansion.route
             received = [self._send_part(part, i == 1, request, plan, route, run) for i, part in enumerate(parts)]
             if len(received) == 2 and request.use_tma_aligned_col_major_sf:
-                received[1] = _column_major(received[1])
+                received[1] = column_major(received[1])
             weights = self._send_weights(request.topk_weights, plan, expansion, run)
             topk_idx = None if expansion is not None else self._topk_idx(handle, run)
             if request.stats is not None:
@@ -317,13 +317,3 @@ def _add_rows(total: torch.Tensor, targets: torch.Tensor, rows: torch.Tensor) ->
         total.index_add_(0, targets, rows)
     else:  # index_add_ uses atomics there, which flush subnormal numbers
         total.index_copy_(0, targets, total.index_select(0, targets) + rows)
-
-
-def _column_major(scales: torch.Tensor) -> torch.Tensor:
-    """The same `[N, S]` values with stride `(1, N rounded up to 16 bytes)`, as TMA descriptors want it."""
-    num_rows, num_scales = scales.shape
-    rows = align(max(num_rows, 1), max(1, 16 // scales.element_size()))
-    store = torch.zeros((num_scales, rows * scales.element_size()), dtype=torch.uint8, device=scales.device)
-    out = store.view(scales.dtype).t()[:num_rows]
-    out.copy_(scales)
-    return out

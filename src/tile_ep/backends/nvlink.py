@@ -17,6 +17,7 @@ from tile_ep.backends.base import (
     DispatchRequest,
     DispatchResult,
     Payload,
+    column_major,
 )
 from tile_ep.errors import (
     ArgumentError,
@@ -213,8 +214,10 @@ class NvlinkBackend:
                 "num_tokens": num_tokens,
                 "max_tokens": request.num_max_tokens_per_rank,
                 "alignment": request.expert_alignment,
-                "larger_rows": self._expanded_capacity(request, topk_idx, 0),
-                "smaller_rows": self._expanded_capacity(request, topk_idx, self.num_ranks - 1),
+                "larger_rows": self._expanded_capacity(request, topk_idx, 0) if request.do_expand else 0,
+                "smaller_rows": self._expanded_capacity(request, topk_idx, self.num_ranks - 1)
+                if request.do_expand
+                else 0,
                 "slot": slot,
                 "slots_at": self._layout.slots,
                 "slot_bytes": layout.num_bytes,
@@ -334,7 +337,7 @@ class NvlinkBackend:
             recv_weights = recv_weights[:, 0] if request.do_expand else recv_weights
         with self.world.on_comm_stream():
             if recv_scales is not None and request.use_tma_aligned_col_major_sf:
-                recv_scales = _column_major(recv_scales)
+                recv_scales = column_major(recv_scales)
             if self._slots.may_keep(slot):
                 self._slots.keep(slot, lease)
             else:
@@ -558,10 +561,3 @@ class NvlinkBackend:
             word = int(self._status_view[peers[0]])
             phase = _PHASES.get(word & 0xFFFFFFFF, "unknown")
             raise PeerTimeoutError(self.rank, phase, peers, (word >> 32) & 0xFFFFFFFF, self.config.timeout_s)
-
-
-def _column_major(scales: torch.Tensor) -> torch.Tensor:
-    """The same values with stride `(1, rows rounded up to 16 bytes)`."""
-    rows, width = scales.shape
-    padded = scales.new_empty((width, align(max(rows, 1), 16 // scales.element_size())))
-    return padded[:, :rows].copy_(scales.t()).t()

@@ -22,21 +22,17 @@ import tilelang.language as T
 from tile_ep.kernels import primitives as ep
 from tile_ep.kernels.counting import first_expert, rank_of
 from tile_ep.kernels.reducing import sum_rows
-from tile_ep.layout import ROW_ALIGNMENT, ControlLayout, ExpertPartition, align, ceil_div
+from tile_ep.kernels.spec import Spec
+from tile_ep.layout import ROW_ALIGNMENT, align, ceil_div
 
 PHASE_REUSE, PHASE_READY = 4, 5
 PHASES = {PHASE_REUSE: "combine input reuse", PHASE_READY: "combine input"}
 
 
-@dataclass(frozen=True)
-class CombineSpec:
+@dataclass(frozen=True, kw_only=True)
+class CombineSpec(Spec):
     """What a combine kernel is specialised for. Everything else is a run-time argument."""
 
-    num_ranks: int
-    num_experts: int
-    num_topk: int
-    max_experts: int  # of the buffer, which fixes the control block
-    index_dtype: str  # of topk_idx
     dtype: str  # of y, the biases and the output: bfloat16, float16 or float32
     hidden: int  # elements of a row
     num_bias: int  # 0, 1 or 2
@@ -44,10 +40,6 @@ class CombineSpec:
     staged: bool  # y lies outside the symmetric region and is copied into it first
     expanded: bool  # y has a row per selection; a token's rows are summed on the way into the symmetric region
     apply_weights: bool  # expanded: multiply each row by its weight
-    bulk: bool  # rows come through shared memory by the copy engine; needs rows and addresses in multiples of 16 bytes
-    num_warps: int
-    chunk_bytes: int = 16  # of a row in shared memory at a time, a multiple of 16
-    depth: int = 2  # chunks a warp holds
 
     @property
     def element_bytes(self) -> int:
@@ -64,22 +56,6 @@ class CombineSpec:
     @property
     def last_chunk(self) -> int:
         return self.row_bytes - (self.num_chunks - 1) * self.chunk_bytes
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.num_warps
-
-    @property
-    def partition(self) -> ExpertPartition:
-        return ExpertPartition(self.num_experts, self.num_ranks)
-
-    @property
-    def control(self) -> ControlLayout:
-        return ControlLayout(self.num_ranks, self.max_experts)
-
-    @property
-    def index_bytes(self) -> int:
-        return int(self.index_dtype[3:]) // 8
 
     @property
     def vector(self) -> int:
@@ -350,10 +326,7 @@ def _announce_staged(s, c):
     last = T.alloc_var("int32")
     ep.fence_async_global()
     ep.fence()
-    T.sync_threads()
-    if c.tid == 0:
-        c.flags[1] = ep.arrive_last(c.own + T.uint64(s.control.count_arrivals), c.num_blocks)
-    T.sync_threads()
+    ep.arrive_block(c, c.own + T.uint64(s.control.count_arrivals), 1)
     last = c.flags[1]
     if last == 1:
         _announce(s, c)
@@ -415,10 +388,7 @@ def _leave(s, c):
     """4. Leave. All blocks have read; the last one tells every peer that its rows may be overwritten, and waits for nobody."""
     i = T.alloc_var("int32")
     last = T.alloc_var("int32")
-    T.sync_threads()
-    if c.tid == 0:
-        c.flags[2] = ep.arrive_last(c.own + T.uint64(s.control.finish_arrivals), c.num_blocks)
-    T.sync_threads()
+    ep.arrive_block(c, c.own + T.uint64(s.control.finish_arrivals), 2)
     last = c.flags[2]
     if last == 1:
         i = c.tid

@@ -168,10 +168,7 @@ def _publish(s, c):
     while i < s.columns:
         ep.put(tally(s, c, c.block, i), c.totals[i], "int32")
         i = i + s.threads
-    T.sync_threads()
-    if c.tid == 0:
-        c.flags[1] = ep.arrive_last(c.own + T.uint64(s.control.count_arrivals), c.num_blocks)
-    T.sync_threads()
+    ep.arrive_block(c, c.own + T.uint64(s.control.count_arrivals), 1)
 
 
 @T.macro

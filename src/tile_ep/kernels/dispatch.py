@@ -23,7 +23,8 @@ import tilelang.language as T
 
 from tile_ep.kernels import counting, scattering
 from tile_ep.kernels import primitives as ep
-from tile_ep.layout import ROW_ALIGNMENT, ControlLayout, ExpertPartition, align, ceil_div
+from tile_ep.kernels.spec import Spec
+from tile_ep.layout import ROW_ALIGNMENT, align, ceil_div
 
 PHASES = {
     counting.PHASE_ENTRY: "dispatch entry",
@@ -32,15 +33,10 @@ PHASES = {
 }
 
 
-@dataclass(frozen=True)
-class DispatchSpec:
+@dataclass(frozen=True, kw_only=True)
+class DispatchSpec(Spec):
     """What a dispatch kernel is specialised for. Everything else is a run-time argument."""
 
-    num_ranks: int
-    num_experts: int
-    num_topk: int
-    max_experts: int  # of the buffer, which fixes the control block
-    index_dtype: str  # of topk_idx: int16, int32 or int64
     data_bytes: int  # of a row
     scale_bytes: int  # of a row, 0 without scales
     has_weights: bool
@@ -51,35 +47,15 @@ class DispatchSpec:
     zero_gaps: bool  # expanded: zero the rows that alignment adds
     fill_tail: bool  # no host synchronisation: mark the rows past the count
     host_counts: bool  # host synchronisation: tell the host the counts as soon as they are known
-    bulk: bool  # rows go through shared memory by the copy engine; else a warp copies them, any size and alignment
-    num_warps: int
-    chunk_bytes: int = 16  # of a row in shared memory at a time, a multiple of 16
-    depth: int = 2  # chunks a warp holds
 
     @property
     def num_chunks(self) -> int:
         return ceil_div(self.data_bytes, self.chunk_bytes)
 
     @property
-    def threads(self) -> int:
-        return 32 * self.num_warps
-
-    @property
-    def partition(self) -> ExpertPartition:
-        return ExpertPartition(self.num_experts, self.num_ranks)
-
-    @property
-    def control(self) -> ControlLayout:
-        return ControlLayout(self.num_ranks, self.max_experts)
-
-    @property
     def columns(self) -> int:
         """Tallies of a block in use: tokens for each rank, selections for each expert."""
         return self.num_ranks + self.num_experts
-
-    @property
-    def index_bytes(self) -> int:
-        return int(self.index_dtype[3:]) // 8
 
 
 def build(spec: DispatchSpec) -> Any:

@@ -59,11 +59,12 @@ class CudaKernel:
         import tilelang
 
         self.spec = spec
-        self._names = _parameter_names(build(spec))
+        function = build(spec)
+        self._names = _parameter_names(function)
         timer = threading.Timer(_SLOW_S, _LOG.warning, ("compiling %s, once per configuration", spec))
         timer.start()
         try:
-            self._kernel = tilelang.compile(build(spec), target="cuda", pass_configs=pass_configs())
+            self._kernel = tilelang.compile(function, target="cuda", pass_configs=pass_configs())
             self._load()
         finally:
             timer.cancel()

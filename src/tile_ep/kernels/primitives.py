@@ -111,6 +111,15 @@ def arrive_last(counter: Expr, num_blocks: Expr) -> Expr:
     return T.call_extern("int32", "ep_arrive_last", counter, T.cast(num_blocks, "uint32"))
 
 
+@T.macro
+def arrive_block(c: Any, counter: Any, flag: int) -> None:
+    """A block's arrival, by all of its threads: `c.flags[flag]` is 1 in the block that completes the grid, for all of them."""
+    T.sync_threads()
+    if c.tid == 0:
+        c.flags[flag] = arrive_last(counter, c.num_blocks)
+    T.sync_threads()
+
+
 def add_relaxed(address: Expr, value: Expr) -> Expr:
     """Add to a 32-bit counter of this rank, unordered; its value before."""
     return T.cast(T.call_extern("uint32", "ep_atomic_add_relaxed_gpu", address, T.cast(value, "uint32")), "int32")

@@ -82,14 +82,11 @@ def _address_token(s, c, token, part, to):
     sends = T.And(row >= 0, dest >= 0) if s.expanded else leads
     to[0] = T.if_then_else(sends, ep.at(region, row, s.data_bytes) + ep.u64(part * s.chunk_bytes), T.uint64(0))
     if part == 0:
-        if s.expanded:
-            if not s.cached:
-                _write_row_metadata(s, c, token, region, dest, rank_row, row, leads)
-            if s.has_weights:
-                if sends:
-                    ep.put(ep.at(region + ep.u64(c.weights_at), row, 4), weight, "float32")
-        else:
-            _write_metadata(s, c, token, region, dest, expert, row, weight, leads)
+        if not (s.expanded and s.cached):  # the handle of a cached dispatch has it
+            _write_metadata(s, c, token, region, dest, expert, rank_row, row, weight, leads)
+        if s.expanded and s.has_weights:
+            if sends:
+                ep.put(ep.at(region + ep.u64(c.weights_at), row, 4), weight, "float32")
         if s.scale_bytes > 0 or not s.bulk:
             _copy_parts(s, c, token, region, row, sends)
 
@@ -111,33 +108,12 @@ def _write_plan(s, c, entry, part, dest, rank_row, row, leads):
 
 
 @T.macro
-def _write_metadata(s, c, token, region, dest, expert, row, weight, leads):
-    """Rank layout: to each destination its experts of this token, all weights, and whence the token comes."""
+def _write_metadata(s, c, token, region, dest, expert, rank_row, row, weight, leads):
+    """To each destination whence the token comes, and, entry by entry: its experts of this token and all weights, or,
+    expanded, the rows of this token there.
+    """
     K = s.num_topk
-    mask = T.alloc_var("uint32")
-    mask = T.cast(T.ballot_sync(leads), "uint32")
-    while mask != T.uint32(0):
-        leader = ep.first_lane(mask)
-        there = T.shfl_sync(region, leader)
-        there_row = T.shfl_sync(row, leader)
-        there_rank = T.shfl_sync(dest, leader)
-        if c.lane < K:
-            ep.put(
-                ep.at(there + ep.u64(c.idx_at), T.int64(there_row) * K + c.lane, s.index_bytes),
-                T.if_then_else(dest == there_rank, expert - first_expert(there_rank, s.partition), -1),
-                s.index_dtype,
-            )
-            if s.has_weights:
-                ep.put(ep.at(there + ep.u64(c.weights_at), T.int64(there_row) * K + c.lane, 4), weight, "float32")
-        if c.lane == 0:
-            _put_source(s, c, token, there, there_row, leader)
-        mask = mask & (mask - T.uint32(1))
-
-
-@T.macro
-def _write_row_metadata(s, c, token, region, dest, rank_row, row, leads):
-    """Expanded: to each destination the rows of this token there, and whence the token comes."""
-    K = s.num_topk
+    width, dtype = (4, "int32") if s.expanded else (s.index_bytes, s.index_dtype)
     mask = T.alloc_var("uint32")
     mask = T.cast(T.ballot_sync(leads), "uint32")
     while mask != T.uint32(0):
@@ -146,22 +122,20 @@ def _write_row_metadata(s, c, token, region, dest, rank_row, row, leads):
         there_row = T.shfl_sync(rank_row, leader)
         there_rank = T.shfl_sync(dest, leader)
         if c.lane < K:
+            local = row if s.expanded else expert - first_expert(there_rank, s.partition)
             ep.put(
-                ep.at(there + ep.u64(c.idx_at), T.int64(there_row) * K + c.lane, 4),
-                T.if_then_else(dest == there_rank, row, -1), "int32",
+                ep.at(there + ep.u64(c.idx_at), T.int64(there_row) * K + c.lane, width),
+                T.if_then_else(dest == there_rank, local, -1), dtype,
             )  # fmt: skip
+            if s.has_weights and not s.expanded:
+                ep.put(ep.at(there + ep.u64(c.weights_at), T.int64(there_row) * K + c.lane, 4), weight, "float32")
         if c.lane == 0:
-            _put_source(s, c, token, there, there_row, leader)
+            ep.put(
+                ep.at(there + ep.u64(c.source_at), there_row, 8),
+                ep.u64(c.rank * c.max_tokens + token) | (ep.u64(c.rank * K + leader) << T.uint64(32)),
+                "uint64",
+            )
         mask = mask & (mask - T.uint32(1))
-
-
-@T.macro
-def _put_source(s, c, token, there, there_row, leader):
-    ep.put(
-        ep.at(there + ep.u64(c.source_at), there_row, 8),
-        ep.u64(c.rank * c.max_tokens + token) | (ep.u64(c.rank * s.num_topk + leader) << T.uint64(32)),
-        "uint64",
-    )
 
 
 @T.macro
@@ -338,10 +312,7 @@ def finish(s, c):
     if s.bulk:
         ep.push_wait_all()
     ep.fence()
-    T.sync_threads()
-    if c.tid == 0:
-        c.flags[2] = ep.arrive_last(c.own + T.uint64(s.control.finish_arrivals), c.num_blocks)
-    T.sync_threads()
+    ep.arrive_block(c, c.own + T.uint64(s.control.finish_arrivals), 2)
     last = c.flags[2]
     if last == 1:
         i = c.tid
