@@ -15,7 +15,7 @@ pytest.importorskip("tilelang")
 from tile_ep.kernels.combine import CombineSpec
 from tile_ep.kernels.dispatch import DispatchSpec
 from tile_ep.kernels.launcher import KernelSpec, cuda_source, pass_configs
-from tile_ep.kernels.tuning import HOPPER, SIMULATOR
+from tile_ep.kernels.tuning import HOPPER, SIMULATOR, Tuning
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 
@@ -123,14 +123,12 @@ def test_variants_cost_nothing_when_unused() -> None:
 
 @pytest.mark.parametrize("tuning", [HOPPER, SIMULATOR], ids=["hopper", "simulator"])
 @pytest.mark.parametrize("row_bytes", [16, 48, 128, 1000 * 16, 2880 * 2, 7168, 14336, 14336 * 2, 16384 * 4])
-def test_shapes_fit(tuning: object, row_bytes: int) -> None:
-    for shape, most in (
-        (tuning.dispatch_shape(row_bytes), tuning.dispatch_chunk),  # type: ignore[attr-defined]
-        (tuning.combine_shape(row_bytes), tuning.combine_chunk),  # type: ignore[attr-defined]
-    ):
-        assert shape.chunk_bytes % 16 == 0 and 0 < shape.chunk_bytes <= max(most, 16)
-        assert 1 <= shape.num_warps <= 32 and shape.depth >= 2
-        assert shape.num_warps * shape.depth * shape.chunk_bytes <= tuning.shared_bytes  # type: ignore[attr-defined]
+def test_shapes_fit(tuning: Tuning, row_bytes: int) -> None:
+    for most in (tuning.dispatch, tuning.expanded, tuning.combine):
+        shape = tuning.shape(most, row_bytes)
+        assert shape.chunk_bytes % 16 == 0 and 0 < shape.chunk_bytes <= max(most.chunk_bytes, 16)
+        assert 1 <= shape.num_warps <= most.num_warps and shape.depth == most.depth
+        assert shape.num_warps * shape.depth * shape.chunk_bytes <= tuning.shared_bytes
         chunks = -(-row_bytes // shape.chunk_bytes)
         assert (chunks - 1) * shape.chunk_bytes < row_bytes <= chunks * shape.chunk_bytes
 

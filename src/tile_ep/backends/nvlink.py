@@ -206,7 +206,7 @@ class NvlinkBackend:
                 "counts": plan.counts,
                 "src_metadata": plan.src_metadata,
                 "row_metadata": plan.row_metadata,
-                "stats": request.stats if handle is None else None,
+                "stats": request.stats,
                 "host": self._host,
                 "overflow": self._overflow,
                 "status": self._status,
@@ -235,9 +235,6 @@ class NvlinkBackend:
         expert_counts: list[int] = []
         if handle is not None:
             num_rows, num_expanded = handle.num_recv_tokens, handle.num_expanded_tokens
-            if request.stats is not None:
-                with world.on_comm_stream():
-                    request.stats.add_(plan.counts[self.num_ranks + num_local : self.num_ranks + 2 * num_local])
         elif request.do_cpu_sync:
             num_rows, expert_counts, needed = self._wait_host_counts(num_local, request)
             if request.do_expand:
@@ -288,7 +285,8 @@ class NvlinkBackend:
     ) -> DispatchSpec:
         cached = request.handle is not None
         data_bytes = data.shape[1] * data.element_size()
-        shape = self.world.tuning.dispatch_shape(data_bytes)
+        tuning = self.world.tuning
+        shape = tuning.shape(tuning.expanded if request.do_expand else tuning.dispatch, data_bytes)
         return DispatchSpec(
             num_ranks=self.num_ranks,
             num_experts=request.num_experts,
@@ -298,7 +296,7 @@ class NvlinkBackend:
             data_bytes=data_bytes,
             scale_bytes=0 if scales is None else scales.shape[1] * scales.element_size(),
             has_weights=request.topk_weights is not None,
-            has_stats=request.stats is not None and not cached,
+            has_stats=request.stats is not None,
             copies_idx=request.do_handle_copy and not cached,
             cached=cached,
             expanded=request.do_expand,
@@ -427,7 +425,7 @@ class NvlinkBackend:
         if request.topk_weights is not None:
             out_weights = world.empty((num_tokens, num_topk), torch.float32, on_comm)
         row_bytes = x.shape[1] * x.element_size()
-        shape = world.tuning.combine_shape(row_bytes)
+        shape = world.tuning.shape(world.tuning.combine, row_bytes)
         touched = (out, *request.bias, *((x,) if staged else ()))
         spec = CombineSpec(
             num_ranks=self.num_ranks,

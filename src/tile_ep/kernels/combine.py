@@ -107,6 +107,7 @@ def build(spec: CombineSpec) -> Any:
             bars = T.alloc_shared((W, spec.depth), "uint64", scope="shared")
             stage_bars = T.alloc_shared((W, spec.depth), "uint64", scope="shared")
             slot_item = T.alloc_shared((W, spec.depth), "int32", scope="shared")  # what the chunk in a slot belongs to
+            slot_rows = T.alloc_shared((W, spec.depth), "int32", scope="shared")  # and how many rows that has
             slot_weight = T.alloc_shared((W, spec.depth), "float32", scope="shared")  # what it is multiplied by
             flags = T.alloc_shared((3,), "int32", scope="shared")  # a wait gave up; last to stage; last to leave
 
@@ -123,8 +124,8 @@ def build(spec: CombineSpec) -> Any:
                 status=ep.u64(status), rank=rank, capacity=capacity, rows_at=rows_at, weights_at=weights_at,
                 timeout_ns=ep.u64(timeout_ns), num_blocks=num_blocks, block=block, tid=tid, warp=tid // 32,
                 lane=tid % 32, own=own, epoch=epoch, num_tokens=num_tokens, taken=own + T.uint64(spec.control.taken),
-                stage=stage, bars=bars, stage_bars=stage_bars, slot_item=slot_item, slot_weight=slot_weight,
-                flags=flags,
+                stage=stage, bars=bars, stage_bars=stage_bars, slot_item=slot_item, slot_rows=slot_rows,
+                slot_weight=slot_weight, flags=flags,
             )  # fmt: skip
             _prepare(spec, c)
             if spec.staged or spec.has_weights:
@@ -295,6 +296,7 @@ def _local_job(s: CombineSpec, c: SimpleNamespace, received: ep.Expr) -> SimpleN
         out=c.own + ep.u64(c.rows_at),
         bars=c.stage_bars,
         slot_item=c.slot_item,
+        slot_rows=c.slot_rows,
         slot_weight=c.slot_weight,
     )
 
@@ -315,6 +317,7 @@ def _sum_over_ranks(s, c):
             out=c.out,
             bars=c.bars,
             slot_item=c.slot_item,
+            slot_rows=c.slot_rows,
             slot_weight=c.slot_weight,
         ),
     )

@@ -227,7 +227,7 @@ def send_counts(s, c):
         i = c.tid
         while i < copies * E:
             peer = i // E if s.expanded else rank_of(i, s.partition)
-            ep.store_release(
+            ep.store_relaxed(
                 _word(s, c.peers[peer] + T.uint64(s.control.words), c.rank, 1 + R + i % E),
                 ep.tagged(c.epoch, c.totals[R + i % E]),
             )
@@ -242,6 +242,23 @@ def send_entry(s, c):
         i = c.tid
         while i < s.num_ranks:
             ep.store_release(_word(s, c.peers[i] + T.uint64(s.control.words), c.rank, 0), ep.tagged(c.epoch, c.slot))
+            i = i + s.threads
+
+
+@T.macro
+def repeat_stats(s, c):
+    """Of a cached dispatch: the same selections arrive again."""
+    i = T.alloc_var("int32")
+    num_local = first_expert(c.rank + 1, s.partition) - first_expert(c.rank, s.partition)
+    if c.block == 0:
+        i = c.tid
+        while i < num_local:
+            ep.put(
+                ep.at(c.stats, i, 4),
+                ep.get(ep.at(c.stats, i, 4), "int32")
+                + ep.get(ep.at(c.counts, s.num_ranks + num_local + i, 4), "int32"),
+                "int32",
+            )
             i = i + s.threads
 
 
@@ -267,20 +284,46 @@ def receive_words(s, c):
         i = i + s.threads
     if s.expanded and not s.cached:
         i = c.tid
-        while i < s.num_ranks * s.num_experts:
-            source = i // s.num_experts
-            column = i % s.num_experts
-            got = ep.wait_tag(
-                _word(s, c.words, source, 1 + s.num_ranks + column),
-                c.epoch, c.status, PHASE_COUNTS, source, c.timeout_ns,
-            )  # fmt: skip
-            if got < T.int64(0):
-                c.flags[0] = 1
-            T.atomic_add(c.expert_count[column], T.cast(got, "int32"))
-            if source < c.rank:
-                T.atomic_add(c.expert_start[column], T.cast(got, "int32"))
+        while i < s.num_experts:
+            _receive_expert(s, c, i)
             i = i + s.threads
     T.sync_threads()
+
+
+@T.macro
+def _receive_expert(s, c, expert):
+    """expert_count and expert_start of one expert, by one thread. The words of several ranks are under way at a time."""
+    batch = min(8, s.num_ranks)
+    first = T.alloc_var("int32")
+    count = T.alloc_var("int32")
+    start = T.alloc_var("int32")
+    come = T.alloc_var("int32")
+    got = T.alloc_var("int64")
+    word = T.alloc_local((batch,), "uint64")
+    count = 0
+    start = 0
+    first = 0
+    while first < s.num_ranks:
+        for j in T.unroll(batch):
+            word[j] = T.uint64(0)
+            if first + j < s.num_ranks:
+                word[j] = ep.peek(_word(s, c.words, first + j, 1 + s.num_ranks + expert))
+        for j in T.unroll(batch):
+            if first + j < s.num_ranks:
+                come = ep.has_come(word[j], c.epoch)
+                got = T.cast(word[j] & T.uint64(0xFFFFFFFF), "int64")
+                if come == 0:
+                    got = ep.wait_tag(
+                        _word(s, c.words, first + j, 1 + s.num_ranks + expert),
+                        c.epoch, c.status, PHASE_COUNTS, first + j, c.timeout_ns,
+                    )  # fmt: skip
+                if got < T.int64(0):
+                    c.flags[0] = 1
+                count = count + T.cast(got, "int32")
+                start = start + T.if_then_else(first + j < c.rank, T.cast(got, "int32"), 0)
+        first = first + batch
+    c.expert_count[expert] = count
+    c.expert_start[expert] = start
 
 
 @T.macro
@@ -296,16 +339,43 @@ def place_rows(s, c):
         for source in T.serial(c.rank):
             running = running + c.count[source, i]
         c.start[i] = running
-        if s.expanded:
-            running = 0
-            for e in T.serial(first_expert(i, s.partition), first_expert(i + 1, s.partition)):
-                c.expert_start[e] = c.expert_start[e] + running
-                running = running + T.ceildiv(c.expert_count[e], c.alignment) * c.alignment
-            c.needed[i] = running
-            if running > T.if_then_else(i < s.num_experts % s.num_ranks, c.larger_rows, c.smaller_rows):
-                c.needed[i] = -1 - running
         i = i + s.threads
+    if s.expanded:
+        i = c.warp
+        while i < s.num_ranks:
+            _place_experts(s, c, i)
+            i = i + s.num_warps
     T.sync_threads()
+
+
+@T.macro
+def _place_experts(s, c, rank):
+    """The segments of a rank's experts, one after the other, by one warp: a lane for each expert."""
+    first = T.alloc_var("int32")
+    end = T.alloc_var("int32")
+    running = T.alloc_var("int32")  # rows of the experts before `first`
+    padded = T.alloc_var("int32")
+    sum_to = T.alloc_var("int32")  # of this lane and those below
+    below = T.alloc_var("int32")
+    first = first_expert(rank, s.partition)
+    end = first_expert(rank + 1, s.partition)
+    running = 0
+    while first < end:
+        padded = 0
+        if first + c.lane < end:
+            padded = T.ceildiv(c.expert_count[first + c.lane], c.alignment) * c.alignment
+        sum_to = padded
+        for step in T.unroll(5):
+            below = T.shfl_up(sum_to, 1 << step)
+            sum_to = sum_to + T.if_then_else(c.lane >= 1 << step, below, 0)
+        if first + c.lane < end:
+            c.expert_start[first + c.lane] = c.expert_start[first + c.lane] + running + sum_to - padded
+        running = running + T.shfl_sync(sum_to, 31)
+        first = first + 32
+    if c.lane == 0:
+        c.needed[rank] = running
+        if running > T.if_then_else(rank < s.num_experts % s.num_ranks, c.larger_rows, c.smaller_rows):
+            c.needed[rank] = -1 - running
 
 
 @T.macro

@@ -23,6 +23,15 @@ EP_DEVICE uint64_t ep_load_acquire_sys(uint64_t address) {
 EP_DEVICE void ep_store_release_sys(uint64_t address, uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
+// Words that are complete in themselves: seen whole, in no order with anything else.
+EP_DEVICE uint64_t ep_load_relaxed_sys(uint64_t address) {
+  uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+EP_DEVICE void ep_store_relaxed_sys(uint64_t address, uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
 EP_DEVICE uint32_t ep_atomic_add_acq_rel_gpu(uint64_t address, uint32_t value) {
   uint32_t old;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(address), "r"(value) : "memory");
@@ -70,6 +79,12 @@ EP_DEVICE void ep_bulk_load(uint32_t shared, uint64_t address, uint32_t bytes, u
 EP_DEVICE void ep_bulk_store(uint64_t address, uint32_t shared, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(address), "r"(shared), "r"(bytes)
                : "memory");
+}
+// The same for what is not read again soon: first to leave the L2 cache.
+EP_DEVICE void ep_bulk_store_streamed(uint64_t address, uint32_t shared, uint32_t bytes) {
+  constexpr uint64_t kEvictFirst = 0x12F0000000000000ull;  // as `createpolicy.fractional.L2::evict_first` makes it
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(address),
+               "r"(shared), "r"(bytes), "l"(kEvictFirst) : "memory");
 }
 EP_DEVICE void ep_bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Waits until at most N of this thread's groups still read shared memory.

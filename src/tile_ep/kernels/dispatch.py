@@ -163,6 +163,8 @@ def build(spec: DispatchSpec) -> Any:
                     counting.place_rows(spec, c)
                     if spec.host_counts:
                         counting.report_counts(spec, c)
+                elif spec.has_stats:
+                    counting.repeat_stats(spec, c)
                 if spec.bulk:
                     scattering.scatter_bulk(spec, c)
                 else:
@@ -202,10 +204,5 @@ def prepare(s, c):
         i = c.tid
         while i < s.num_warps * s.num_experts:
             c.expert_base[i // s.num_experts, i % s.num_experts] = 0
-            i = i + s.threads
-        i = c.tid
-        while i < s.num_experts:
-            c.expert_count[i] = 0
-            c.expert_start[i] = 0
             i = i + s.threads
     T.sync_threads()

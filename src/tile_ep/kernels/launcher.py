@@ -64,7 +64,7 @@ class CudaKernel:
         timer = threading.Timer(_SLOW_S, _LOG.warning, ("compiling %s, once per configuration", spec))
         timer.start()
         try:
-            self._kernel = tilelang.compile(function, target="cuda", pass_configs=pass_configs())
+            self._kernel = tilelang.compile(function, target=_target(), pass_configs=pass_configs())
             self._load()
         finally:
             timer.cancel()
@@ -118,6 +118,14 @@ def compiled_kernels() -> list[CudaKernel]:
 def is_compiled(spec: KernelSpec) -> bool:
     """Whether launching `spec` compiles nothing."""
     return spec in _CUDA_KERNELS
+
+
+def _target() -> dict[str, str]:
+    """TileLang's target for the current device, with what only its generation has."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability()
+    return {"kind": "cuda", "arch": f"sm_{major}{minor}{'a' if major >= 9 else ''}"}
 
 
 def _parameter_names(function: Any) -> list[str]:

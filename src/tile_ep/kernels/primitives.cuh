@@ -120,6 +120,9 @@ EP_DEVICE void ep_fetch(const void *shared, uint64_t address, int bytes, const v
 EP_DEVICE void ep_push(uint64_t address, const void *shared, int bytes) {
   ep_bulk_store(address, ep_shared_address(shared), bytes);
 }
+EP_DEVICE void ep_push_streamed(uint64_t address, const void *shared, int bytes) {
+  ep_bulk_store_streamed(address, ep_shared_address(shared), bytes);
+}
 // One element of 2 or 4 bytes between a local array of any type and memory.
 EP_DEVICE void ep_put_2(uint64_t a, const void *local) { ep_store<uint16_t>(a, *reinterpret_cast<const uint16_t *>(local)); }
 EP_DEVICE void ep_get_2(void *local, uint64_t a) { *reinterpret_cast<uint16_t *>(local) = ep_load<uint16_t>(a); }

@@ -89,6 +89,21 @@ def store_release(address: Expr, word: Expr) -> Expr:
     return T.call_extern("handle", "ep_store_release_sys", address, word)
 
 
+def store_relaxed(address: Expr, word: Expr) -> Expr:
+    """64-bit store for every rank, of a word that says everything itself."""
+    return T.call_extern("handle", "ep_store_relaxed_sys", address, word)
+
+
+def peek(address: Expr) -> Expr:
+    """A word that says everything itself, as it is now: 64-bit load, in no order with anything else."""
+    return T.call_extern("uint64", "ep_load_relaxed_sys", address)
+
+
+def has_come(word: Expr, epoch: Expr) -> Expr:
+    """Whether a tagged word is of `epoch`, or of a later one."""
+    return T.call_extern("int32", "ep_has_come", word, epoch)
+
+
 def tagged(epoch: Expr, value: Expr) -> Expr:
     """The word `(epoch << 32) | value`: a value that says which collective it belongs to."""
     return (epoch << T.uint64(32)) | u64(value)
@@ -153,6 +168,11 @@ def fetch(shared: Expr, address: Expr, num_bytes: Expr, barrier: Expr) -> Expr:
 def push(address: Expr, shared: Expr, num_bytes: Expr) -> Expr:
     """One thread: bulk store from shared memory, in its current group. Addresses and size are multiples of 16."""
     return T.call_extern("handle", "ep_push", address, T.address_of(shared), num_bytes)
+
+
+def push_streamed(address: Expr, shared: Expr, num_bytes: Expr) -> Expr:
+    """`push` of what is not read again soon."""
+    return T.call_extern("handle", "ep_push_streamed", address, T.address_of(shared), num_bytes)
 
 
 def push_commit() -> Expr:

@@ -8,7 +8,7 @@ from typing import Any
 import tilelang.language as T
 
 from tile_ep.kernels import primitives as ep
-from tile_ep.kernels.scattering import take
+from tile_ep.kernels.scattering import first_ticket, take
 
 # A job `j` of a warp, besides the spec `s` and the context `c` of the kernel:
 #   num_rows     rows to make; each is made in chunks, an item is one chunk of one row
@@ -18,7 +18,7 @@ from tile_ep.kernels.scattering import take
 #   weights      fp32 by source, which each row is multiplied by, or None
 #   biases       addresses of what the sum starts with, none to two
 #   out          where rows go
-#   bars, slot_item, slot_weight   shared memory of the ring
+#   bars, slot_item, slot_rows, slot_weight   shared memory of the ring
 
 
 def sum_rows(s: Any, c: SimpleNamespace, j: SimpleNamespace) -> None:
@@ -30,25 +30,29 @@ def sum_rows(s: Any, c: SimpleNamespace, j: SimpleNamespace) -> None:
 
 
 @T.macro
-def _load_sources(s, c, j, row, source, mask):
-    """Sets, per lane, what the row pulls, and which lanes pull something. Nothing past the last row."""
+def _load_sources(s, c, j, row, source):
+    """Sets, per lane, what the row pulls. Nothing past the last row."""
     source[0] = -1
     if T.And(c.lane < s.num_topk, row < j.num_rows):
         source[0] = ep.get(ep.at(j.sources, T.int64(row) * s.num_topk + c.lane, 4), "int32")
-    mask[0] = T.cast(T.ballot_sync(source[0] >= 0), "uint32")
 
 
 @T.macro
-def _take_with_rows(s, c, j, item, source, mask, acc, value):
-    """Take the next item that has rows to pull. One that has none is finished here."""
+def _take_with_rows(s, c, j, ticket, ahead, ahead_source, item, source, mask, acc, value):
+    """Take the next item that has rows to pull; `mask[0]` says which lanes name one. An item that has none is finished here.
+    What the item after it pulls is asked for, and looked at next time only.
+    """
     mask[0] = T.uint32(0)
     item[0] = -1
     while T.And(item[0] < j.num_rows * s.num_chunks, mask[0] == T.uint32(0)):
         if item[0] >= 0:
             _start_sum(s, c, j, item[0], acc, value)
             _write_sum(s, c, j, item[0], acc, value)
-        take(c, j.counter, item)
-        _load_sources(s, c, j, item[0] // s.num_chunks, source, mask)
+        item[0] = ahead[0]
+        source[0] = ahead_source[0]
+        mask[0] = T.cast(T.ballot_sync(source[0] >= 0), "uint32")
+        take(s, c, j.counter, ticket, ahead)
+        _load_sources(s, c, j, ahead[0] // s.num_chunks, ahead_source)
 
 
 @T.macro
@@ -71,27 +75,34 @@ def _sum_bulk(s, c, j):
     item = T.alloc_local((1,), "int32")
     source = T.alloc_local((1,), "int32")
     mask = T.alloc_local((1,), "uint32")
-    old_source = T.alloc_local((1,), "int32")
-    old_mask = T.alloc_local((1,), "uint32")
+    ticket = T.alloc_local((1,), "int32")
+    ahead = T.alloc_local((1,), "int32")  # the item after `item`, and what it pulls
+    ahead_source = T.alloc_local((1,), "int32")
+    num_rows = T.alloc_var("int32")  # of `item`
     acc = T.alloc_local((s.lane_vectors * V,), "float32")
     none = T.alloc_local((s.lane_vectors * V,), "float32")
     value = T.alloc_local((V,), s.dtype)
     fetched = 0
     added = 0
     left = 0
+    num_rows = 0
     mask[0] = T.uint32(0)
+    first_ticket(s, c, ticket)
+    take(s, c, j.counter, ticket, ahead)
+    _load_sources(s, c, j, ahead[0] // s.num_chunks, ahead_source)
     more = True
     while T.Or(more, added < fetched):
         room = T.And(more, fetched - added < s.depth)
         if room:
             done = mask[0] == T.uint32(0)
             if done:
-                _take_with_rows(s, c, j, item, source, mask, none, value)
+                _take_with_rows(s, c, j, ticket, ahead, ahead_source, item, source, mask, none, value)
+                num_rows = T.cast(T.popcount(mask[0]), "int32")
                 more = item[0] < j.num_rows * s.num_chunks
             if more:
                 row = T.shfl_sync(source[0], ep.first_lane(mask[0]))
                 mask[0] = mask[0] & (mask[0] - T.uint32(1))
-                _fetch_chunk(s, c, j, item[0], row, fetched % s.depth)
+                _fetch_chunk(s, c, j, item[0], num_rows, row, fetched % s.depth)
                 fetched = fetched + 1
         else:
             slot = added % s.depth
@@ -99,9 +110,8 @@ def _sum_bulk(s, c, j):
             first = left == 0
             if first:
                 summed = j.slot_item[c.warp, slot]
-                _load_sources(s, c, j, summed // s.num_chunks, old_source, old_mask)
+                left = j.slot_rows[c.warp, slot]
                 _start_sum(s, c, j, summed, acc, value)
-                left = T.cast(T.popcount(old_mask[0]), "int32")
             if j.weights is not None:
                 weight = j.slot_weight[c.warp, slot]
             ep.barrier_wait(j.bars[c.warp, slot], added // s.depth % 2)
@@ -122,9 +132,10 @@ def _sum_bulk(s, c, j):
 
 
 @T.macro
-def _fetch_chunk(s, c, j, item, row, slot):
+def _fetch_chunk(s, c, j, item, num_rows, row, slot):
     if c.lane == 0:
         j.slot_item[c.warp, slot] = item
+        j.slot_rows[c.warp, slot] = num_rows
         ep.fetch(
             c.stage[c.warp, slot, 0],
             j.address(s, c, row) + ep.u64(item % s.num_chunks * s.chunk_bytes),
@@ -195,16 +206,19 @@ def _sum_warp(s, c, j):
     row = T.alloc_var("int32")
     total = T.alloc_var("float32")
     rest = T.alloc_var("uint32")
+    mask = T.alloc_var("uint32")
     item = T.alloc_local((1,), "int32")
     source = T.alloc_local((1,), "int32")
-    mask = T.alloc_local((1,), "uint32")
+    ticket = T.alloc_local((1,), "int32")
     value = T.alloc_local((1,), s.dtype)
+    first_ticket(s, c, ticket)
     more = True
     while more:
-        take(c, j.counter, item)
+        take(s, c, j.counter, ticket, item)
         more = item[0] < j.num_rows
         if more:
-            _load_sources(s, c, j, item[0], source, mask)
+            _load_sources(s, c, j, item[0], source)
+            mask = T.cast(T.ballot_sync(source[0] >= 0), "uint32")
             element = c.lane
             while element - c.lane < s.hidden:
                 total = T.float32(0)
@@ -215,7 +229,7 @@ def _sum_warp(s, c, j):
                     if len(j.biases) > 1:
                         ep.get_into(value[0], ep.at(j.biases[1], T.int64(item[0]) * s.hidden + element, B), B)
                         total = total + T.cast(value[0], "float32")
-                rest = mask[0]
+                rest = mask
                 while rest != T.uint32(0):
                     row = T.shfl_sync(source[0], ep.first_lane(rest))
                     if element < s.hidden:

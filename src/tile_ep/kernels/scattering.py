@@ -21,12 +21,19 @@ def _slot(c: SimpleNamespace, region: ep.Expr, slot: ep.Expr) -> ep.Expr:
 
 
 @T.macro
-def take(c, counter, item):
-    """`item[0]`: the next piece of this rank's work, for whichever warp gets to it. SMs differ in the bandwidth they get."""
-    item[0] = 0
+def first_ticket(s, c, ticket):
+    """`ticket[0]`, in the first lane, is good for the piece of this warp's number."""
+    ticket[0] = c.block * s.num_warps + c.warp - c.num_blocks * s.num_warps
+
+
+@T.macro
+def take(s, c, counter, ticket, item):
+    """`item[0]`: the next piece of this rank's work, for whichever warp gets to it, since SMs differ in the bandwidth they get.
+    The ticket for the one after it is asked for, and looked at next time only.
+    """
+    item[0] = T.shfl_sync(ticket[0], 0) + c.num_blocks * s.num_warps
     if c.lane == 0:
-        item[0] = ep.add_relaxed(counter, 1)
-    item[0] = T.shfl_sync(item[0], 0)
+        ticket[0] = ep.add_relaxed(counter, 1)
 
 
 @T.macro
@@ -161,14 +168,16 @@ def _copy_parts(s, c, token, region, row, sends):
 def scatter_warp(s, c):
     """3. Scatter, by the warp: any row size and alignment."""
     more = T.alloc_var("bool")
-    taken = T.alloc_local((1,), "int32")
+    item = T.alloc_local((1,), "int32")
+    ticket = T.alloc_local((1,), "int32")
     to = T.alloc_local((1,), "uint64")
+    first_ticket(s, c, ticket)
     more = True
     while more:
-        take(c, c.taken, taken)
-        more = taken[0] < c.num_tokens
+        take(s, c, c.taken, ticket, item)
+        more = item[0] < c.num_tokens
         if more:
-            _address_token(s, c, taken[0], 0, to)
+            _address_token(s, c, item[0], 0, to)
 
 
 @T.macro
@@ -181,7 +190,9 @@ def scatter_bulk(s, c):
     here = T.alloc_var("bool")  # the warp holds a chunk
     more = T.alloc_var("bool")  # it has not seen the last one
     item = T.alloc_local((1,), "int32")
+    ticket = T.alloc_local((1,), "int32")
     to = T.alloc_local((1,), "uint64")
+    first_ticket(s, c, ticket)
     turn = 0
     here = False
     more = True
@@ -189,10 +200,10 @@ def scatter_bulk(s, c):
         if here:
             ep.barrier_wait(c.bars[c.warp, turn % s.depth], turn // s.depth % 2)
             if to[0] != T.uint64(0):
-                ep.push(to[0], c.stage[c.warp, turn % s.depth, 0], _chunk_size(s, item[0] % s.num_chunks))
+                ep.push_streamed(to[0], c.stage[c.warp, turn % s.depth, 0], _chunk_size(s, item[0] % s.num_chunks))
             ep.push_commit()
             turn = turn + 1
-        take(c, c.taken, item)
+        take(s, c, c.taken, ticket, item)
         more = item[0] < c.num_tokens * s.num_chunks
         if more:
             ep.push_wait_read(s.depth - 1)

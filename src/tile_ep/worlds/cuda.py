@@ -12,7 +12,7 @@ import torch
 
 from tile_ep.errors import CaptureError
 from tile_ep.event import EventOverlap
-from tile_ep.kernels.launcher import KernelSpec, cuda_kernel, is_compiled
+from tile_ep.kernels.launcher import CudaKernel, KernelSpec, cuda_kernel, is_compiled
 from tile_ep.kernels.tuning import HOPPER
 
 _HIGHEST_PRIORITY = -5  # CUDA clamps it to what the device offers
@@ -107,14 +107,22 @@ class CudaDevice:
             CaptureError: it would have to be compiled during graph capture.
         """
         del num_blocks  # the kernels read it from their arguments
+        kernel = self.prepare(spec)
+        addresses = {name: _address(value) for name, value in arguments.items()}
+        with torch.cuda.stream(self._stream):
+            kernel({"peers": self.peers, **addresses})
+
+    def prepare(self, spec: KernelSpec) -> CudaKernel:
+        """The compiled kernel of `spec`.
+
+        Raises:
+            CaptureError: it would have to be compiled during graph capture.
+        """
         if not is_compiled(spec) and torch.cuda.is_current_stream_capturing():
             raise CaptureError(
                 "a kernel would be compiled during CUDA graph capture. Run the same calls once before it"
             )
-        kernel = cuda_kernel(spec)
-        addresses = {name: _address(value) for name, value in arguments.items()}
-        with torch.cuda.stream(self._stream):
-            kernel({"peers": self.peers, **addresses})
+        return cuda_kernel(spec)
 
     def on_comm_stream(self) -> Any:
         """Context of the communication stream."""

@@ -15,7 +15,8 @@ from tile_ep.backends.nvlink import NvlinkBackend
 from tile_ep.buffer import Buffer
 from tile_ep.config import make_config
 from tile_ep.errors import ArgumentError, PeerTimeoutError
-from tile_ep.kernels.launcher import KernelSpec, cuda_kernel, require_tilelang
+from tile_ep.kernels.launcher import KernelSpec, require_tilelang
+from tile_ep.kernels.tuning import Tuning
 from tile_ep.worlds.cuda import CudaDevice
 
 if TYPE_CHECKING:
@@ -80,14 +81,18 @@ class LoopbackCudaWorld(CudaDevice):
         self.peers = torch.tensor(addresses, dtype=torch.int64).to(self.device).view(torch.uint64)
 
     def launch(self, spec: KernelSpec, num_blocks: int, arguments: Mapping[str, int | torch.Tensor | None]) -> None:
-        """Enqueue a kernel once all ranks are about to: a rank that still allocates memory would be held up by the kernel of
-        a rank that already waits for it, since `cudaMalloc` waits for the device they share.
+        """Enqueue a kernel once all ranks are about to, and go on once all have: a rank that allocates memory or loads code
+        would be held up by the kernel of a rank that waits for it, since CUDA then waits for the device they share.
         """
+        self.prepare(spec)
+        self._meet()
+        super().launch(spec, num_blocks, arguments)
+        self._meet()
+
+    def _meet(self) -> None:
         if self._meeting.lockstep:
-            cuda_kernel(spec)
             with contextlib.suppress(PeerTimeoutError):  # the kernels find out who is missing
                 self._meeting.gather(self.rank, None)
-        super().launch(spec, num_blocks, arguments)
 
     def gather(self, value: object) -> list[Any]:
         """Every rank's value, by rank. Collective."""
@@ -185,6 +190,7 @@ def loopback(
     pipeline_depth: int = 2,
     timeout_s: float = 60.0,
     seed: int = 0,
+    tuning: Tuning | None = None,
 ) -> Loopback:
     """A `Buffer` for each of `num_ranks` ranks that live in this process and exchange through the real kernels.
 
@@ -195,6 +201,7 @@ def loopback(
         num_max_tokens_per_rank, hidden, num_topk, num_experts, dtype, max_scale_bytes, expand_factor, num_slots,
             pipeline_depth, timeout_s: as for `Buffer`.
         seed: of the simulated schedules.
+        tuning: shapes of the kernels' blocks, for measuring; by default the device's.
 
     Returns:
         A sequence of buffers by rank; `Loopback.run` calls a function on all ranks at once.
@@ -246,6 +253,9 @@ def loopback(
         worlds = [LoopbackCudaWorld(rank, num_ranks, where, meeting) for rank in range(num_ranks)]
         if worlds[0].max_blocks < 1:
             raise ArgumentError("num_ranks", num_ranks, "at most one rank per SM")
+    if tuning is not None:
+        for world in worlds:
+            world.tuning = tuning
     pool = ThreadPoolExecutor(num_ranks, thread_name_prefix="rank")
     backends = list(pool.map(lambda world: NvlinkBackend(world, config), worlds))
     return Loopback([Buffer.from_backend(backend, config) for backend in backends], pool, meeting, where, simulation)

@@ -15,6 +15,8 @@ template <typename T> EP_DEVICE void ep_store(uint64_t address, T value) {
 
 EP_DEVICE uint64_t ep_load_acquire_sys(uint64_t address) { return tile_ep_sim_load_acquire(address); }
 EP_DEVICE void ep_store_release_sys(uint64_t address, uint64_t value) { tile_ep_sim_store_release(address, value); }
+EP_DEVICE uint64_t ep_load_relaxed_sys(uint64_t address) { return ep_load<uint64_t>(address); }
+EP_DEVICE void ep_store_relaxed_sys(uint64_t address, uint64_t value) { ep_store<uint64_t>(address, value); }
 EP_DEVICE uint32_t ep_atomic_add_acq_rel_gpu(uint64_t address, uint32_t value) {
   return tile_ep_sim_atomic_add(address, value, 1);
 }
@@ -40,6 +42,9 @@ EP_DEVICE void ep_bulk_load(uint32_t shared, uint64_t address, uint32_t bytes, u
 }
 EP_DEVICE void ep_bulk_store(uint64_t address, uint32_t shared, uint32_t bytes) {
   tile_ep_sim_bulk_store(address, shared, bytes);
+}
+EP_DEVICE void ep_bulk_store_streamed(uint64_t address, uint32_t shared, uint32_t bytes) {
+  ep_bulk_store(address, shared, bytes);
 }
 EP_DEVICE void ep_bulk_commit() { tile_ep_sim_bulk_commit(); }
 template <int N> EP_DEVICE void ep_bulk_wait_read() { tile_ep_sim_bulk_wait_read(N); }
