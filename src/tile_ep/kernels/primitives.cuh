@@ -3,23 +3,22 @@
 
 // ---------------------------------------------------------------- copies by a warp, any size and alignment
 
-// `units` elements of T from `source` to `address`, both aligned to T, eight loads in flight per lane.
-template <typename T> EP_DEVICE void ep_copy_units(uint64_t address, uint64_t source, uint64_t units, int lane) {
-  constexpr int kInFlight = 8;
-  uint64_t i = lane;
-  for (; i + 32 * (kInFlight - 1) < units; i += 32 * kInFlight) {
-    T value[kInFlight];
+// `units` elements of T from `source` to `address`, both aligned to T, N loads in flight per lane.
+template <typename T, int N> EP_DEVICE void ep_copy_units(uint64_t address, uint64_t source, uint64_t units, int lane) {
+  for (uint64_t i = lane; i < units; i += 32 * N) {
+    T value[N];
 #pragma unroll
-    for (int j = 0; j < kInFlight; ++j) value[j] = ep_load<T>(source + (i + 32 * j) * sizeof(T));
+    for (int j = 0; j < N; ++j)
+      if (i + 32 * j < units) value[j] = ep_load<T>(source + (i + 32 * j) * sizeof(T));
 #pragma unroll
-    for (int j = 0; j < kInFlight; ++j) ep_store<T>(address + (i + 32 * j) * sizeof(T), value[j]);
+    for (int j = 0; j < N; ++j)
+      if (i + 32 * j < units) ep_store<T>(address + (i + 32 * j) * sizeof(T), value[j]);
   }
-  for (; i < units; i += 32) ep_store<T>(address + i * sizeof(T), ep_load<T>(source + i * sizeof(T)));
 }
 
 // Copies `bytes` with the widest unit that the two addresses have in common: a head up to the first common boundary and
 // a tail after the last one go byte by byte, so that no byte outside the range is touched.
-EP_DEVICE void ep_copy_warp(uint64_t address, uint64_t source, uint64_t bytes) {
+template <int N> EP_DEVICE void ep_copy_warp_by(uint64_t address, uint64_t source, uint64_t bytes) {
   const int lane = threadIdx.x & 31;
   const uint64_t skew = (address ^ source) & 15;
   const uint64_t unit = skew == 0 ? 16 : (skew & (~skew + 1));
@@ -28,12 +27,17 @@ EP_DEVICE void ep_copy_warp(uint64_t address, uint64_t source, uint64_t bytes) {
   const uint64_t units = (bytes - head) / unit, body = units * unit, tail = bytes - head - body;
   if (lane < head) ep_store<uint8_t>(address + lane, ep_load<uint8_t>(source + lane));
   const uint64_t to = address + head, from = source + head;
-  if (unit == 16) ep_copy_units<uint4>(to, from, units, lane);
-  else if (unit == 8) ep_copy_units<uint64_t>(to, from, units, lane);
-  else if (unit == 4) ep_copy_units<uint32_t>(to, from, units, lane);
-  else if (unit == 2) ep_copy_units<uint16_t>(to, from, units, lane);
-  else ep_copy_units<uint8_t>(to, from, units, lane);
+  if (unit == 16) ep_copy_units<uint4, N>(to, from, units, lane);
+  else if (unit == 8) ep_copy_units<uint64_t, 4>(to, from, units, lane);
+  else if (unit == 4) ep_copy_units<uint32_t, 4>(to, from, units, lane);
+  else if (unit == 2) ep_copy_units<uint16_t, 4>(to, from, units, lane);
+  else ep_copy_units<uint8_t, 4>(to, from, units, lane);
   if (lane < tail) ep_store<uint8_t>(to + body + lane, ep_load<uint8_t>(from + body + lane));
+}
+EP_DEVICE void ep_copy_warp(uint64_t address, uint64_t source, uint64_t bytes) { ep_copy_warp_by<8>(address, source, bytes); }
+// The same for one warp's long copy, which nothing else hides: more loads in flight, at the price of registers.
+EP_DEVICE void ep_copy_warp_long(uint64_t address, uint64_t source, uint64_t bytes) {
+  ep_copy_warp_by<16>(address, source, bytes);
 }
 
 // Zeroes `bytes`, byte by byte up to the first 16-byte boundary and after the last one.

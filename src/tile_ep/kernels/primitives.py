@@ -74,6 +74,11 @@ def copy_warp(address: Expr, source: Expr, num_bytes: Expr) -> Expr:
     return T.call_extern("handle", "ep_copy_warp", address, source, u64(num_bytes))
 
 
+def copy_warp_long(address: Expr, source: Expr, num_bytes: Expr) -> Expr:
+    """`copy_warp` of much at once, while the warp has nothing else to do."""
+    return T.call_extern("handle", "ep_copy_warp_long", address, source, u64(num_bytes))
+
+
 def zero_warp(address: Expr, num_bytes: Expr) -> Expr:
     """Zero bytes, by a converged warp."""
     return T.call_extern("handle", "ep_zero_warp", address, u64(num_bytes))

@@ -358,7 +358,7 @@ def _keep_metadata(s, c, kept, there, width):
         received = received + c.count[source, c.rank]
     share = T.ceildiv(received, 4 * s.num_warps) * 4  # rows of a warp, in whole 16 bytes
     i = T.min(c.warp * share, received)
-    ep.copy_warp(
+    ep.copy_warp_long(
         ep.at(kept, i, width),
         ep.at(there, i, width),
         T.int64(width) * (T.min(i + share, received) - i),
