@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from tile_ep.cli import demo, replay
+from tile_ep.cli import bench, demo, replay
 
 app = typer.Typer(
     name="tile-ep",
@@ -15,6 +15,7 @@ app = typer.Typer(
 )
 app.command("demo")(demo.demo)
 app.command("replay")(replay.replay)
+app.command("bench")(bench.bench)
 
 
 def main() -> None:

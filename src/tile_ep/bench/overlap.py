@@ -1,0 +1,152 @@
+"""How much of a collective a matrix product hides, and the other way round.
+
+A bf16 `torch.matmul` of the size that takes as long alone as the collective alone runs on the compute stream while the
+collective runs beside it (`async_with_compute_stream`). Hidden share: `(gemm + collective - both) / collective`, each the
+time from the gate to the end of everything; 1 where the collective costs nothing more, 0 where it could as well have waited.
+With all ranks on one GPU, one rank has the product and all ranks' blocks take SMs from it, so few ranks are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tile_ep.bench.clocks import Spread, slowest
+from tile_ep.bench.exchange import Exchange, opened
+from tile_ep.bench.ranks import Phase, Ranks
+from tile_ep.bench.workload import Workload
+
+_WARM_UP = 2
+_INNER, _COLUMNS = 7168, 4096
+_STEP = 128
+_MOST_ROWS = 1 << 16
+ORDERS = ("collective first", "GEMM first")
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """One measurement.
+
+    Attributes:
+        collective: its name.
+        ranks, num_sms: blocks that run beside the product are those of all ranks on its device.
+        order: which of the two the host enqueues first.
+        rows: of the product, `[rows, 7168] @ [7168, 4096]`.
+        gemm_ms, collective_ms, both_ms: slowest rank.
+    """
+
+    collective: str
+    ranks: int
+    num_sms: int
+    order: str
+    rows: int
+    gemm_ms: Spread
+    collective_ms: Spread
+    both_ms: Spread
+
+    @property
+    def share(self) -> float:
+        alone = self.collective_ms.median
+        return (self.gemm_ms.median + alone - self.both_ms.median) / alone
+
+
+class Gemm:
+    """A product of bf16 matrices with a number of rows that can be chosen."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.rows = 1024
+        self._left = torch.randn(_MOST_ROWS, _INNER, device=device, dtype=torch.bfloat16)
+        self._right = torch.randn(_INNER, _COLUMNS, device=device, dtype=torch.bfloat16)
+        self._out = torch.empty(_MOST_ROWS, _COLUMNS, device=device, dtype=torch.bfloat16)
+
+    def __call__(self) -> None:
+        torch.mm(self._left[: self.rows], self._right, out=self._out[: self.rows])
+
+    def fit(self, target_ms: float, time_ms: Callable[[], float]) -> None:
+        """Choose the rows that take `target_ms`; `time_ms` says how long the present ones do."""
+        for _ in range(4):
+            self.rows = next_rows(self.rows, time_ms(), target_ms)
+
+
+def next_rows(rows: int, took_ms: float, target_ms: float) -> int:
+    """A better guess, in whole tiles."""
+    wanted = round(rows * target_ms / took_ms / _STEP) * _STEP
+    return min(max(wanted, _STEP), _MOST_ROWS)
+
+
+def measure_overlap(ranks: Ranks, workload: Workload, num_sms: int, repeat: int) -> list[Hidden]:
+    """Dispatch and zero-copy combine, enqueued before the product and after it. Needs CUDA. Collective."""
+    exchange = Exchange(ranks, workload, num_sms)
+    found = []
+    with opened(exchange) as buffers:
+        handles, rows = exchange.plan()
+        gemm = Gemm(ranks.device)
+        for rank in ranks.here:
+            exchange._forget_readers(rank)
+            buffers[rank].combine_input(handles[0][rank]).copy_(rows[0][rank])
+
+        def dispatch(rank: int, ready: torch.cuda.Event) -> Any:
+            x, idx = workload.x[0][rank], workload.topk_idx[0][rank]
+            return buffers[rank].dispatch(
+                x, idx, do_cpu_sync=False, num_sms=num_sms, previous_event=ready, async_with_compute_stream=True
+            )
+
+        def combine(rank: int, ready: torch.cuda.Event) -> Any:
+            exchange._forget_readers(rank)  # every round begins when all ranks have been waited for
+            y = buffers[rank].combine_input(handles[0][rank])
+            return buffers[rank].combine(
+                y, handles[0][rank], num_sms=num_sms, previous_event=ready, async_with_compute_stream=True
+            )
+
+        for name, collective in (("dispatch", dispatch), ("combine, zero-copy", combine)):
+            found += _of_collective(ranks, name, collective, gemm, num_sms, repeat)
+    return found
+
+
+Collective = Callable[[int, torch.cuda.Event], Any]
+
+
+def _of_collective(
+    ranks: Ranks, name: str, collective: Collective, gemm: Gemm, num_sms: int, repeat: int
+) -> list[Hidden]:
+    def alone(rank: int) -> Any:
+        result = collective(rank, torch.cuda.current_stream().record_event())
+        result[-1].current_stream_wait()
+        return result
+
+    def product(rank: int) -> None:
+        if rank == ranks.here[0]:
+            gemm()
+
+    ranks.each(alone)
+    collective_ms = _spread(ranks, alone, repeat)
+    gemm.fit(collective_ms.median, lambda: _spread(ranks, product, 5).median)
+    gemm_ms = _spread(ranks, product, repeat)
+    found = []
+    for order in ORDERS:
+
+        def both(rank: int, order: str = order) -> Any:
+            ready = torch.cuda.current_stream().record_event()
+            if order == ORDERS[1]:
+                product(rank)
+            result = collective(rank, ready)
+            if order == ORDERS[0]:
+                product(rank)
+            result[-1].current_stream_wait()
+            return result
+
+        both_ms = _spread(ranks, both, repeat)
+        found.append(Hidden(name, ranks.num_ranks, num_sms, order, gemm.rows, gemm_ms, collective_ms, both_ms))
+    return found
+
+
+def _spread(ranks: Ranks, call: Phase, repeat: int) -> Spread:
+    times = []
+    for _ in range(_WARM_UP + repeat):
+        one = ranks.round([call])
+        one.results.clear()
+        times.append(one.ms)
+    return Spread.of(slowest(ranks.gather(times[_WARM_UP:])))

@@ -1,0 +1,193 @@
+"""Results for people, and as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from tile_ep.bench.exchange import NAME
+from tile_ep.bench.measure import Figure
+from tile_ep.bench.session import Results, Settings
+from tile_ep.bench.workload import HOW_COUNTED
+
+SCHEMA = 1
+
+
+def as_dict(settings: Settings, results: Results) -> dict[str, Any]:
+    """All of it. Times in ms unless a name says us, rates in TB/s."""
+    ceilings = results.ceilings
+    assert ceilings is not None
+    return {
+        "schema": SCHEMA,
+        "machine": results.machine.facts,
+        "other_processes": results.machine.others,
+        "world": results.world,
+        "settings": {
+            **{name: value for name, value in asdict(settings).items() if name != "trace"},
+            "shape": asdict(settings.shape),
+        },
+        "bytes_counted": HOW_COUNTED,
+        "ceilings": {
+            "copied_bytes": ceilings.num_bytes,
+            "copy_tb_s": ceilings.copy / 1e9,
+            "fill_tb_s": ceilings.fill / 1e9,
+            "peer_tb_s": ceilings.peer / 1e9,
+            "peer_both_tb_s": ceilings.peer_both / 1e9,
+        },
+        "figures": [
+            {**asdict(figure), "share": figure.share, "memory_tb_s": figure.memory_tb_s} for figure in results.figures
+        ],
+        "against_peers": [
+            {
+                "section": ours.section,
+                "shape": asdict(ours.shape),
+                "ours": ours.name,
+                "peer": peer.system,
+                "ratio": ratio,
+            }
+            for ours, peer, ratio in against_peers(results.figures)
+        ],
+        "overlap": [{**asdict(hidden), "share": hidden.share} for hidden in results.hidden],
+        "small": [asdict(one) for one in results.small],
+        "skipped": results.skipped,
+        "failed": results.failed,
+        "wrong": results.wrong,
+    }
+
+
+def write_json(path: Path, settings: Settings, results: Results) -> None:
+    path.write_text(json.dumps(as_dict(settings, results), indent=1) + "\n")
+
+
+def against_peers(figures: list[Figure]) -> list[tuple[Figure, Figure, float]]:
+    """Our figure, a peer's of the same collective and shape, and our time as a part of the peer's.
+
+    Our zero-copy combine is set against a peer's combine too.
+    """
+    found = []
+    for peer in figures:
+        if peer.system == NAME:
+            continue
+        names = ("combine, zero-copy", "combine, staged") if peer.name.startswith("combine") else (peer.name,)
+        seen = set()
+        for ours in figures:
+            same = (ours.system, ours.section, ours.shape) == (NAME, peer.section, peer.shape)
+            if same and ours.name in names and ours.name not in seen:
+                seen.add(ours.name)
+                found.append((ours, peer, ours.time_ms.median / peer.time_ms.median))
+    return found
+
+
+def print_report(console: Console, settings: Settings, results: Results) -> None:
+    """Machine, ceilings and a table for each section."""
+    _print_machine(console, settings, results)
+    sections = dict.fromkeys(figure.section for figure in results.figures)
+    for section in sections:
+        console.print(_figures_table(section, [f for f in results.figures if f.section == section]))
+    peers = against_peers([figure for figure in results.figures if figure.section == "base"])
+    if peers:
+        console.print(_peers_table(peers))
+    if results.hidden:
+        console.print(_overlap_table(results))
+    if results.small:
+        console.print(_small_table(results))
+    for title, said in (("skipped", results.skipped), ("[red]failed[/]", results.failed)):
+        for name, reason in said.items():
+            console.print(f"{title}: ", end="")
+            console.print(f"{name}: {reason}", markup=False, highlight=False, soft_wrap=True)
+    for wrong in results.wrong:
+        console.print("[bold red]WRONG[/]: ", end="")
+        console.print(wrong, markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_machine(console: Console, settings: Settings, results: Results) -> None:
+    shape, ceilings = settings.shape, results.ceilings
+    assert ceilings is not None
+    facts = results.machine.facts
+    console.print(
+        f"{facts.get('gpu', facts['host'])}, torch {facts['torch']}, {results.world}: {shape.ranks} ranks x {shape.tokens:,} "
+        f"tokens x {shape.hidden:,} bf16, top-{shape.topk} of {shape.experts} experts; median of {settings.repeat}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    peer = f", peer {ceilings.peer / 1e9:.3f}, both ways {ceilings.peer_both / 1e9:.3f}" if ceilings.peer else ""
+    console.print(
+        f"ceilings in TB/s: copy {ceilings.copy / 1e9:.3f} (read + written), fill {ceilings.fill / 1e9:.3f}{peer}",
+        highlight=False,
+    )
+    for other in results.machine.others:
+        console.print(f"[yellow]another process uses the GPU[/]: {other}", highlight=False, soft_wrap=True)
+
+
+def _table(title: str, columns: tuple[str, ...], left: int) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="left" if number < left else "right", no_wrap=True)
+    return table
+
+
+def _figures_table(section: str, figures: list[Figure]) -> Table:
+    columns = ("system", "collective", "ranks", "tokens", "SMs", "skew", "ms", "least", "most", "host ms", "enqueue us")
+    table = _table(f"{section}: whole calls, slowest rank", (*columns, "TB/s", "of ceiling", "checked"), 2)
+    for figure in figures:
+        time, shape = figure.time_ms, figure.shape
+        table.add_row(
+            figure.system,
+            figure.name,
+            str(shape.ranks),
+            f"{shape.tokens:,}" + (" on rank 0" if shape.alone else ""),
+            str(figure.num_sms or "-"),
+            f"{shape.skew:g}",
+            *(f"{value:.3f}" for value in (time.median, time.least, time.most, figure.host_ms.median)),
+            f"{figure.enqueue_us.median:.0f}",
+            f"{figure.memory_tb_s:.3f}",
+            f"{100 * figure.share:.1f} %",
+            "[red]wrong[/]" if figure.wrong else "yes",
+        )
+    return table
+
+
+def _peers_table(peers: list[tuple[Figure, Figure, float]]) -> Table:
+    table = _table("our time as a part of a peer's", ("collective", "SMs", "peer", "its ms", "ours", "ratio"), 1)
+    for ours, peer, ratio in peers:
+        times = f"{peer.time_ms.median:.3f}", f"{ours.time_ms.median:.3f}"
+        table.add_row(ours.name, str(ours.num_sms), peer.system, *times, f"{ratio:.2f}")
+    return table
+
+
+def _overlap_table(results: Results) -> Table:
+    columns = ("collective", "order", "ranks", "SMs a rank", "GEMM ms", "collective", "both", "hidden")
+    table = _table("a matrix product beside a collective", columns, 2)
+    for hidden in results.hidden:
+        times = (hidden.gemm_ms, hidden.collective_ms, hidden.both_ms)
+        table.add_row(
+            hidden.collective,
+            hidden.order,
+            str(hidden.ranks),
+            str(hidden.num_sms),
+            *(f"{time.median:.3f}" for time in times),
+            f"{100 * hidden.share:.0f} %",
+        )
+    return table
+
+
+def _small_table(results: Results) -> Table:
+    columns = ("combine", "ranks", "tokens", "SMs", "graph us", "launch", "wait", "move", "eager us", "host us a rank")
+    table = _table("small batches: dispatch and combine of all ranks, in us", (*columns, "checked"), 1)
+    for one in results.small:
+        parts = (one.graph_us.median, one.launch_us, one.wait_us, one.move_us, one.eager_us.median, one.host_us.median)
+        table.add_row(
+            one.combine,
+            str(one.shape.ranks),
+            str(one.shape.tokens),
+            str(one.num_sms),
+            *(f"{value:.1f}" for value in parts),
+            "[red]wrong[/]" if one.wrong else "yes",
+        )
+    return table

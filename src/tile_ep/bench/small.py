@@ -1,0 +1,189 @@
+"""Small batches, as in decoding: dispatch and combine of a few tokens a rank, eagerly and as one CUDA graph of all ranks.
+
+The graph forks from one stream to all ranks' streams, runs each rank's dispatch and combine, and joins. Its time is that of
+back-to-back replays that go round the sets of inputs, divided by their number; the inputs are likely in the L2 cache, as
+they are for a layer whose input has just been computed. The time splits into
+
+* launch: a graph of the same fork and join in which each rank has two empty kernels,
+* wait: what the same collectives take beyond that when no token selects anything (counting, exchange, flags),
+* move: the rest, which grows with the rows.
+
+Host: what enqueueing one rank's two calls costs without a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tile_ep.bench.clocks import Spread
+from tile_ep.bench.ranks import LoopbackRanks
+from tile_ep.bench.workload import Shape, Workload
+
+_WARM_UP = 3
+_REPLAYS = 20  # of a train: the host enqueues them all before the gate opens
+
+
+@dataclass(frozen=True)
+class SmallBatch:
+    """One measurement, in us.
+
+    Attributes:
+        shape, num_sms: of the run.
+        combine: `"staged"`, or `"zero-copy"` with the rows already in place.
+        eager_us: dispatch and combine of all ranks behind one gate, caches cold, no graph.
+        host_us: of the host's time, per rank, without a graph.
+        graph_us: a replay, among back-to-back ones.
+        launch_us, wait_us, move_us: parts of `graph_us`.
+        wrong: what a check found, or empty.
+    """
+
+    shape: Shape
+    num_sms: int
+    combine: str
+    eager_us: Spread
+    host_us: Spread
+    graph_us: Spread
+    launch_us: float
+    wait_us: float
+    move_us: float
+    wrong: str
+
+
+Step = Callable[[int], torch.Tensor]
+
+
+class _Graph:
+    """All ranks' steps in one graph.
+
+    Attributes:
+        results: by rank, overwritten by each replay.
+    """
+
+    def __init__(self, ranks: LoopbackRanks, step: Callable[[int], Any]) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream(ranks.device)
+        torch.cuda.synchronize(ranks.device)
+        with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+            fork = stream.record_event()
+            self.results, ends = {}, []
+            for rank in ranks.here:
+                with torch.cuda.stream(ranks.streams[rank]):
+                    ranks.streams[rank].wait_event(fork)
+                    self.results[rank] = step(rank)
+                    ends.append(ranks.streams[rank].record_event())
+            for end in ends:
+                stream.wait_event(end)
+
+
+def _train_us(ranks: LoopbackRanks, graphs: Sequence[_Graph], repeat: int) -> Spread:
+    """Of a replay, among back-to-back ones."""
+    samples: list[float] = []
+    while len(samples) < _WARM_UP + repeat:
+        torch.cuda.synchronize(ranks.device)
+        start = ranks.gate.close()
+        for number in range(_REPLAYS):
+            graphs[number % len(graphs)].graph.replay()
+        end = torch.cuda.Event(enable_timing=True)
+        end.record()
+        late = ranks.gate.was_late(start)
+        torch.cuda.synchronize(ranks.device)
+        if not late:
+            samples.append(1e3 * start.elapsed_time(end) / _REPLAYS)
+    return Spread.of(samples[_WARM_UP:])
+
+
+def measure_small(
+    ranks: LoopbackRanks, shape: Shape, batches: Sequence[int], num_sms: int, num_sets: int, repeat: int
+) -> list[SmallBatch]:
+    """All `batches`, tokens a rank, on buffers that hold `shape.tokens`."""
+    found = []
+    with ranks.open(shape, 1.0) as buffers:
+        launch = _train_us(ranks, [_Graph(ranks, _empty_kernels)], repeat).median
+        for tokens in batches:
+            small = Shape(shape.ranks, tokens, shape.hidden, shape.topk, shape.experts, shape.skew, seed=shape.seed)
+            workload = Workload(small, ranks.here, ranks.device, num_sets)
+            for combine in ("staged", "zero-copy"):
+                one = _Batch(ranks, buffers, workload, num_sms, combine)
+                found.append(one.measure(launch, repeat))
+    return found
+
+
+def _empty_kernels(rank: int) -> None:
+    for _ in range(2):
+        torch.cuda._sleep(1)
+
+
+class _Batch:
+    def __init__(self, ranks: LoopbackRanks, buffers: Any, workload: Workload, num_sms: int, combine: str) -> None:
+        self._ranks, self._buffers, self._workload = ranks, buffers, workload
+        self._num_sms, self._combine = num_sms, combine
+
+    def _step(self, rank: int, number: int, idx: torch.Tensor, fill: bool = False) -> torch.Tensor:
+        buffer, tokens = self._buffers[rank], self._workload.shape.tokens
+        recv_x, _, _, handle, _ = buffer.dispatch(
+            self._workload.x[number][rank],
+            idx,
+            num_max_tokens_per_rank=tokens,
+            do_cpu_sync=False,
+            num_sms=self._num_sms,
+        )
+        y = recv_x
+        if self._combine == "zero-copy":
+            y = buffer.combine_input(handle)
+            if fill:
+                y.copy_(recv_x)
+        out: torch.Tensor = buffer.combine(y, handle, num_sms=self._num_sms)[0]
+        return out
+
+    def measure(self, launch_us: float, repeat: int) -> SmallBatch:
+        work, ranks = self._workload, self._ranks
+        nothing = {rank: torch.full_like(idx, -1) for rank, idx in work.topk_idx[0].items()}
+
+        def step(rank: int, number: int = 0, fill: bool = False) -> torch.Tensor:
+            return self._step(rank, number, work.topk_idx[number][rank], fill)
+
+        ranks.each(step)
+        eager, host = [], []
+        for number in range(_WARM_UP + repeat):
+            one = ranks.round([lambda rank, n=number % work.num_sets: step(rank, n)])  # type: ignore[misc]
+            eager.append(1e3 * one.ms)
+            host.append(one.enqueue_us)
+        graphs = [
+            _Graph(ranks, lambda rank, n=number: step(rank, n))  # type: ignore[misc]
+            for number in range(work.num_sets)
+        ]
+        idle = [_Graph(ranks, lambda rank: self._step(rank, 0, nothing[rank]))]
+        wrong = self._check(graphs[0], step)
+        graph_us = _train_us(ranks, graphs, repeat)
+        idle_us = _train_us(ranks, idle, repeat).median
+        wrong = wrong or self._check(graphs[0], step)
+        return SmallBatch(
+            work.shape,
+            self._num_sms,
+            self._combine,
+            Spread.of(eager[_WARM_UP:]),
+            Spread.of(host[_WARM_UP:]),
+            graph_us,
+            launch_us,
+            idle_us - launch_us,
+            graph_us.median - idle_us,
+            wrong,
+        )
+
+    def _check(self, graph: _Graph, step: Callable[..., torch.Tensor]) -> str:
+        """Put the rows of set 0 in place, replay, compare."""
+        self._ranks.each(lambda rank: step(rank, 0, True))
+        for out in graph.results.values():
+            out.fill_(float("nan"))
+        graph.graph.replay()
+        torch.cuda.synchronize(self._ranks.device)
+        for rank, out in graph.results.items():
+            try:
+                self._workload.check_sums(rank, 0, out)
+            except AssertionError as error:
+                return str(error)
+        return ""

@@ -1,0 +1,163 @@
+"""`tile-ep bench`: dispatch and combine against what the hardware allows, and against what users would take instead."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from tile_ep.bench.launch import execute, under_torchrun
+from tile_ep.bench.peers import all_peers
+from tile_ep.bench.report import print_report, write_json
+from tile_ep.bench.session import ALL_POINTS, QUICK_POINTS, SWEEPS, Settings, check
+from tile_ep.bench.workload import FIGURES, Shape
+from tile_ep.errors import TileEPError
+
+QUICK_REPEAT = 8
+
+
+class BackendName(str, Enum):
+    """What runs the ranks."""
+
+    auto = "auto"
+    cuda_loopback = "cuda-loopback"
+    sim = "sim"
+    collective = "collective"
+    nvlink = "nvlink"
+
+
+class SectionName(str, Enum):
+    """Parts of a run."""
+
+    base = "base"
+    alone = "alone"
+    tokens = "tokens"
+    sms = "sms"
+    skew = "skew"
+    ranks = "ranks"
+    overlap = "overlap"
+    small = "small"
+
+
+Backend = Annotated[
+    BackendName,
+    typer.Option(
+        help="cuda-loopback: all ranks on one GPU. sim: in the simulator. collective: a process a rank, on CPUs. Under "
+        "torchrun each process is a rank; nvlink and collective say how rows move, auto takes nvlink where it can run."
+    ),
+]
+Sections = Annotated[
+    list[SectionName] | None, typer.Option("--section", help="Measure only these; by default everything. Repeatable.")
+]
+Sweeps = Annotated[
+    list[SectionName] | None,
+    typer.Option("--sweep", help="Measure only this sweep (tokens, sms, skew, ranks), besides the base. Repeatable."),
+]
+Sms = Annotated[list[int] | None, typer.Option("--sms", min=1, help="SMs of a collective, a rank. Repeatable.")]
+Peers = Annotated[
+    list[str] | None, typer.Option("--peer", help="Only these peers, or none. By default all there are. Repeatable.")
+]
+Quick = Annotated[bool, typer.Option("--quick", help="Fewer points and repeats: a first look.")]
+Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures as JSON.")]
+Plots = Annotated[Path | None, typer.Option("--plots", metavar="DIR", help="Draw what was measured.")]
+Trace = Annotated[
+    Path | None, typer.Option("--trace", metavar="FILE.json", help="Write a timeline for Perfetto or chrome://tracing.")
+]
+
+
+def bench(
+    backend: Backend = BackendName.auto,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks; under torchrun its processes are.")] = 8,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a rank.")] = 4096,
+    hidden: Annotated[int, typer.Option(min=1, help="bf16 elements of a row.")] = 7168,
+    topk: Annotated[int, typer.Option(min=1, max=32, help="Selections of a token.")] = 8,
+    experts: Annotated[int, typer.Option(min=1, help="Over all ranks.")] = 256,
+    skew: Annotated[float, typer.Option(min=0, help="Zipf exponent of the experts' popularity.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the inputs.")] = 0,
+    sms: Sms = None,
+    repeat: Annotated[int | None, typer.Option(min=1, help="Timed rounds of each figure.")] = None,
+    section: Sections = None,
+    sweep: Sweeps = None,
+    peer: Peers = None,
+    quick: Quick = False,
+    json_file: Json = None,
+    plots: Plots = None,
+    trace: Trace = None,
+) -> None:
+    """Measure dispatch and combine: against copies in the same run, against peers, beside a GEMM, and in small batches."""
+    console, aside = Console(), Console(stderr=True)
+    parts = _sections(section, sweep)
+    settings = Settings(
+        backend=_backend(backend),
+        shape=Shape(ranks, tokens, hidden, topk, experts, skew, seed=seed),
+        sms=sms or [16, 8],
+        figures=FIGURES if SectionName.base in parts else (),
+        sweeps=[name for name in SWEEPS if SectionName(name) in parts],
+        peers=_peers(peer),
+        alone=SectionName.alone in parts,
+        overlap=SectionName.overlap in parts,
+        small=SectionName.small in parts,
+        points=QUICK_POINTS if quick else ALL_POINTS,
+        repeat=repeat or (QUICK_REPEAT if quick else 30),
+        trace=trace,
+    )
+    try:
+        check(settings)
+        done = execute(settings, lambda said: aside.print(said, style="dim", markup=False, highlight=False))
+    except (TileEPError, ValueError, RuntimeError, OSError) as error:
+        aside.print("error: ", style="bold red", end="")
+        aside.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    if done is None:
+        return
+    settings, results = done
+    print_report(console, settings, results)
+    if json_file is not None:
+        write_json(json_file, settings, results)
+    if plots is not None:
+        from tile_ep.bench.plots import draw
+
+        for path in draw(results, plots):
+            console.print(f"picture: {path}", highlight=False, soft_wrap=True)
+    if results.wrong or results.failed:
+        raise typer.Exit(1)
+
+
+def _sections(section: list[SectionName] | None, sweep: list[SectionName] | None) -> set[SectionName]:
+    if section:
+        return {*section, *(sweep or ())}
+    if sweep:
+        return {SectionName.base, *sweep}
+    return set(SectionName)
+
+
+def _peers(names: list[str] | None) -> tuple[str, ...]:
+    known = tuple(all_peers())
+    if names is None:
+        return known
+    if names == ["none"]:
+        return ()
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(f"--peer {name}: expected one of {', '.join(known)}, or none")
+    return tuple(names)
+
+
+def _backend(backend: BackendName) -> str:
+    if under_torchrun():
+        if backend in (BackendName.cuda_loopback, BackendName.sim):
+            raise typer.BadParameter(
+                f"--backend {backend.value} has all ranks in one process; start it without torchrun"
+            )
+        return backend.value
+    if backend is BackendName.nvlink:
+        raise typer.BadParameter("--backend nvlink has a process a rank; start it under torchrun")
+    if backend is BackendName.cuda_loopback and not torch.cuda.is_available():
+        raise typer.BadParameter("--backend cuda-loopback: PyTorch sees no CUDA device here")
+    if backend is BackendName.auto:
+        return "cuda-loopback" if torch.cuda.is_available() else "sim"
+    return backend.value
