@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,12 +58,25 @@ def test_drawn(backend: Runner) -> None:
     drawn()
 
 
-def _run_schedule(case: Case, schedule: int) -> list[dict[str, Any]]:
+def _run_schedule(case: Case, schedule: int, **tuned: bool) -> list[dict[str, Any]]:
     import tile_ep
+    from tile_ep.kernels.tuning import SIMULATOR
 
     inputs = make_inputs(case)
-    with tile_ep.loopback(case.num_ranks, device="sim", seed=schedule, **case.buffer_arguments()) as ranks:
+    with tile_ep.loopback(
+        case.num_ranks, device="sim", seed=schedule, tuning=replace(SIMULATOR, **tuned), **case.buffer_arguments()
+    ) as ranks:
         return [to_cpu(out) for out in ranks.run(lambda rank, buffer: run_rank(buffer, case, inputs[rank]))]
+
+
+_SIMULATED = [case for case in GRID if not case.heavy and case.num_ranks <= 8]
+
+
+@pytest.mark.parametrize("backend", ["sim"], indirect=True)
+@pytest.mark.parametrize("case", _SIMULATED[:: len(_SIMULATED) // 40], ids=str)
+def test_rows_copied_by_warps_and_pushed_back(backend: Runner, case: Case) -> None:
+    """The variants of the kernels that no device's tuning chooses, in both layouts."""
+    assert_same(case, run_reference(case), _run_schedule(case, len(str(case)), by_warp=True, pushes=True))
 
 
 _RANK_LAYOUT = [case for case in GRID if not (case.do_expand or case.heavy) and case.num_ranks <= 8]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ import tile_ep
 from tile_ep import Buffer, reference
 from tile_ep.kernels.dispatch import DispatchSpec
 from tile_ep.kernels.launcher import KernelSpec, cuda_source
+from tile_ep.kernels.tuning import SIMULATOR
 from tile_ep.sim import SimError, SimKernel, compile_source
 from tile_ep.worlds import simulated
 
@@ -35,6 +36,7 @@ class Fault:
         kernel: "dispatch" or "combine".
         pattern, replacement: as for `re.sub`; every match is replaced, and there must be one.
         why: what the line is for.
+        pushes: in the variant of combine that pushes rows.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Fault:
     pattern: str
     replacement: str
     why: str
+    pushes: bool = False
 
 
 FAULTS = [
@@ -129,6 +132,30 @@ FAULTS = [
         r"\1 < \g<2>4",
         "a ring slot is fetched into after every lane has read it",
     ),
+    Fault(
+        "pushed too early",
+        "combine",
+        r"got = ep_wait_tag\([^;]*, previous, [^;]*, 4, i, [^;]*\);",
+        "got = 0;",
+        "rows are pushed over what their new owner has summed",
+        pushes=True,
+    ),
+    Fault(
+        "ready before pushed",
+        "combine",
+        r"ep_bulk_wait_all\(\);",
+        "",
+        "rows are pushed before the ready word says so",
+        pushes=True,
+    ),
+    Fault(
+        "pushed to the wrong place",
+        "combine",
+        r"\(step(_\d+)? \+ 1\) \* stride",
+        r"step\1 * stride",
+        "where a row goes was asked for one step ahead",
+        pushes=True,
+    ),
 ]
 
 
@@ -185,7 +212,7 @@ class Scenario:
             back = [reference.combine(y, handles, [output.recv_topk_weights for output in sent]) for y in ys]  # type: ignore[misc]
             self.rounds.append((xs, idxs, weights, sent, counts, ys, back))
 
-    def run(self) -> str | None:
+    def run(self, pushes: bool = False) -> str | None:
         """What went wrong, or `None`."""
         try:
             with tile_ep.loopback(
@@ -197,6 +224,7 @@ class Scenario:
                 num_slots=9,
                 seed=self.seed,
                 timeout_s=30,
+                tuning=replace(SIMULATOR, pushes=pushes),
             ) as ranks:
                 assert ranks.simulation is not None
                 with ranks.simulation.queued():
@@ -232,24 +260,25 @@ class Scenario:
         return None
 
 
-def _first_failure(scenarios: Callable[[int], Scenario]) -> tuple[int, str] | None:
+def _first_failure(scenarios: Callable[[int], Scenario], pushes: bool = False) -> tuple[int, str] | None:
     for seed in range(SEEDS):
-        said = scenarios(seed).run()
+        said = scenarios(seed).run(pushes)
         if said is not None:
             return seed, said
     return None
 
 
-def test_without_a_fault_every_seed_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pushes", [False, True], ids=["pulls", "pushes"])
+def test_without_a_fault_every_seed_passes(pushes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     specs = _plant(monkeypatch, None)
-    assert _first_failure(Scenario) is None
+    assert _first_failure(Scenario, pushes) is None
     assert len(specs) == 5  # both payloads' dispatch and cached dispatch, one combine
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_fault_is_found(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     specs = _plant(monkeypatch, fault)
-    found = _first_failure(Scenario)
+    found = _first_failure(Scenario, fault.pushes)
     kinds = [spec for spec in specs if (fault.kernel == "dispatch") == isinstance(spec, DispatchSpec)]
     assert any(re.search(fault.pattern, cuda_source(spec)) for spec in kinds), "the fault does not apply to the kernels"
     assert found is not None, f"not found in {SEEDS} seeds: {fault.why}"

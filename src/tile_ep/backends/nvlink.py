@@ -303,7 +303,7 @@ class NvlinkBackend:
             zero_gaps=request.do_expand and request.do_zero_padding,
             fill_tail=not exact,
             host_counts=request.do_cpu_sync,
-            bulk=data_bytes % 16 == 0 and data.data_ptr() % 16 == 0,
+            bulk=not tuning.by_warp and data_bytes % 16 == 0 and data.data_ptr() % 16 == 0,
             num_warps=shape.num_warps,
             chunk_bytes=shape.chunk_bytes,
             depth=shape.depth,
@@ -416,7 +416,7 @@ class NvlinkBackend:
         num_blocks = self._num_blocks(request.num_sms)
         # Memory of the current stream may still be in use there by what was queued after the event.
         on_comm = request.streams.allocate_on_comm_stream or request.streams.previous_event is not None
-        staged = self._must_stage(x, handle)
+        staged = world.tuning.pushes or self._must_stage(x, handle)
 
         world.bound_run_ahead(self.config.pipeline_depth)
         world.begin(request.streams.previous_event)
@@ -438,6 +438,7 @@ class NvlinkBackend:
             num_bias=len(request.bias),
             has_weights=out_weights is not None,
             staged=staged,
+            pushed=world.tuning.pushes,
             expanded=handle.do_expand,
             apply_weights=request.apply_weights,
             bulk=row_bytes % 16 == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in touched),
@@ -458,6 +459,7 @@ class NvlinkBackend:
                 "rows": handle.dst_expanded_idx if handle.do_expand else handle.dst_buffer_slot_idx,
                 "sources": plan.sources,
                 "counts": plan.counts,
+                "src_metadata": plan.src_metadata,
                 "row_metadata": plan.row_metadata,
                 "out": out,
                 "out_weights": out_weights,
@@ -486,9 +488,10 @@ class NvlinkBackend:
             # they are done; without one, ask.
             self.barrier()
             self._read_since_combine = True
-        if handle.do_expand:
-            # What crosses is one summed row per token and rank, so expanded rows are not read in place.
-            return self.world.empty((handle.num_expanded_tokens, self.config.hidden), dtype, False)
+        if handle.do_expand or self.world.tuning.pushes:
+            # What crosses is one summed row per token and rank, or is pushed: nothing is read in place.
+            rows = handle.num_expanded_tokens if handle.do_expand else handle.num_recv_tokens
+            return self.world.empty((rows, self.config.hidden), dtype, False)
         num_bytes = handle.num_recv_tokens * self.config.hidden * dtype.itemsize
         memory, lease = self.world.lease(self._layout.combine_rows, num_bytes)
         self._input = weakref.ref(handle), lease

@@ -8,6 +8,9 @@ Data flow of one block on rank `rank`::
     rows of the token's destinations -> shared memory -> fp32 sum -> out   3. pull and reduce
     read-done word at every peer                                  4. leave
 
+The variant that pushes stages into the combine rows of the rank whose token it is, at [token, this rank], so that 3 reads this
+rank's own. All ranks of a buffer push, in every combine, or none does.
+
 Conditions below never read memory that their own body changes: TileLang distributes an `if` over the statements in it.
 """
 
@@ -21,7 +24,7 @@ import tilelang.language as T
 
 from tile_ep.kernels import primitives as ep
 from tile_ep.kernels.counting import first_expert, rank_of
-from tile_ep.kernels.reducing import sum_rows
+from tile_ep.kernels.reducing import chunk_size, sum_rows
 from tile_ep.kernels.spec import Spec
 from tile_ep.layout import ROW_ALIGNMENT, align, ceil_div
 
@@ -38,6 +41,7 @@ class CombineSpec(Spec):
     num_bias: int  # 0, 1 or 2
     has_weights: bool  # bring the received weights back
     staged: bool  # y lies outside the symmetric region and is copied into it first
+    pushed: bool  # into that of the rank which reads it; implies `staged`
     expanded: bool  # y has a row per selection; a token's rows are summed on the way into the symmetric region
     apply_weights: bool  # expanded: multiply each row by its weight
 
@@ -89,6 +93,7 @@ def build(spec: CombineSpec) -> Any:
         rows: T.int64,  # [T, K] int32, of the handle: where the weight of selection k is, in either layout
         sources: T.int64,  # [T, K] int32, of the handle
         counts: T.int64,  # int32, of the handle: entry R - 1 is N
+        src_metadata: T.int64,  # [N, 2] int32, of the handle: source rank * T_max + token, and more
         row_metadata: T.int64,  # [N, K] int32, of an expanded handle: rows of y that belong to a received token
         out: T.int64,  # [T, hidden]
         out_weights: T.int64,  # [T, K] fp32
@@ -120,12 +125,12 @@ def build(spec: CombineSpec) -> Any:
             c = SimpleNamespace(
                 peers=peers, y=ep.u64(y), y_weights=ep.u64(y_weights), bias_0=ep.u64(bias_0), bias_1=ep.u64(bias_1),
                 topk_idx=ep.u64(topk_idx), rows=ep.u64(rows), sources=ep.u64(sources), counts=ep.u64(counts),
-                row_metadata=ep.u64(row_metadata), out=ep.u64(out), out_weights=ep.u64(out_weights),
-                status=ep.u64(status), rank=rank, capacity=capacity, rows_at=rows_at, weights_at=weights_at,
-                timeout_ns=ep.u64(timeout_ns), num_blocks=num_blocks, block=block, tid=tid, warp=tid // 32,
-                lane=tid % 32, own=own, epoch=epoch, num_tokens=num_tokens, taken=own + T.uint64(spec.control.taken),
-                stage=stage, bars=bars, stage_bars=stage_bars, slot_item=slot_item, slot_rows=slot_rows,
-                slot_weight=slot_weight, flags=flags,
+                src_metadata=ep.u64(src_metadata), row_metadata=ep.u64(row_metadata), out=ep.u64(out),
+                out_weights=ep.u64(out_weights), status=ep.u64(status), rank=rank, capacity=capacity,
+                rows_at=rows_at, weights_at=weights_at, timeout_ns=ep.u64(timeout_ns), num_blocks=num_blocks,
+                block=block, tid=tid, warp=tid // 32, lane=tid % 32, own=own, epoch=epoch, num_tokens=num_tokens,
+                taken=own + T.uint64(spec.control.taken), stage=stage, bars=bars, stage_bars=stage_bars,
+                slot_item=slot_item, slot_rows=slot_rows, slot_weight=slot_weight, flags=flags,
             )  # fmt: skip
             _prepare(spec, c)
             if spec.staged or spec.has_weights:
@@ -135,7 +140,9 @@ def build(spec: CombineSpec) -> Any:
                     if spec.expanded:
                         _stage_sums(spec, c)
                     elif spec.staged:
-                        if spec.bulk:
+                        if spec.bulk and spec.pushed:
+                            _push_bulk(spec, c)
+                        elif spec.bulk:
                             _stage_bulk(spec, c)
                         else:
                             _stage_warp(spec, c)
@@ -194,6 +201,19 @@ def _wait_reusable(s, c):
     T.sync_threads()
 
 
+def _source(s: CombineSpec, c: SimpleNamespace, row: ep.Expr) -> ep.Expr:
+    return ep.get(ep.at(c.src_metadata, row, 8), "int32")
+
+
+def _home(s: CombineSpec, c: SimpleNamespace, row: ep.Expr, source: ep.Expr) -> ep.Expr:
+    """Where a received row is staged; `source` is where it came from."""
+    if not s.pushed:
+        return ep.at(c.own + ep.u64(c.rows_at), row, s.row_bytes)
+    most = c.capacity // s.num_ranks
+    place = source % most * s.num_ranks + c.rank
+    return ep.at(c.peers[source // most] + ep.u64(c.rows_at), place, s.row_bytes)
+
+
 @T.macro
 def _stage_bulk(s, c):
     """1. Stage: y, as a flat run of bytes in chunks, through the warps' shared memory. Chunk memory is fetched into again
@@ -249,6 +269,65 @@ def _push_flat(s, c, step, offset, total):
 
 
 @T.macro
+def _push_bulk(s, c):
+    """1. Stage by pushing, as `_stage_bulk`, but chunk by chunk of a row. Where the next row goes is asked for ahead."""
+    step = T.alloc_var("int32")
+    steps = T.alloc_var("int32")
+    items = T.alloc_var("int32")
+    first = T.alloc_var("int32")  # the warp's first item
+    stride = T.alloc_var("int32")
+    source = T.alloc_var("int32")
+    ahead = T.alloc_var("int32")
+    items = ep.get(ep.at(c.counts, s.num_ranks - 1, 4), "int32") * s.num_chunks
+    first = c.block * s.num_warps + c.warp
+    stride = c.num_blocks * s.num_warps
+    steps = 0
+    if first < items:
+        steps = (items - first - 1) // stride + 1
+    if c.lane == 0:
+        ahead = 0
+        if steps > 0:
+            ahead = _source(s, c, first // s.num_chunks)
+        step = 0
+        while step < T.min(steps, s.depth - 1):
+            _fetch_item(s, c, step, first + step * stride)
+            step = step + 1
+        step = 0
+        while step < steps:
+            source = ahead
+            if step + 1 < steps:
+                ahead = _source(s, c, (first + (step + 1) * stride) // s.num_chunks)
+            ep.push_wait_read(0)
+            if step + s.depth - 1 < steps:
+                _fetch_item(s, c, step + s.depth - 1, first + (step + s.depth - 1) * stride)
+            ep.barrier_wait(c.stage_bars[c.warp, step % s.depth], step // s.depth % 2)
+            _push_item(s, c, step, first + step * stride, source)
+            step = step + 1
+        ep.push_wait_all()
+    T.sync_warp()
+
+
+@T.macro
+def _fetch_item(s, c, step, item):
+    ep.fetch(
+        c.stage[c.warp, step % s.depth, 0],
+        ep.at(c.y, item // s.num_chunks, s.row_bytes) + ep.u64(item % s.num_chunks * s.chunk_bytes),
+        chunk_size(s, item),
+        c.stage_bars[c.warp, step % s.depth],
+    )
+
+
+@T.macro
+def _push_item(s, c, step, item, source):
+    ep.push(
+        _home(s, c, item // s.num_chunks, source) + ep.u64(item % s.num_chunks * s.chunk_bytes),
+        c.stage[c.warp, step % s.depth, 0],
+        chunk_size(s, item),
+    )
+    ep.push_commit()
+
+
+@T.macro
 def _stage_warp(s, c):
     """1. Stage, row by row, any size and alignment."""
     row = T.alloc_var("int32")
@@ -256,7 +335,7 @@ def _stage_warp(s, c):
     received = ep.get(ep.at(c.counts, s.num_ranks - 1, 4), "int32")
     row = c.block * s.num_warps + c.warp
     while row < received:
-        ep.copy_warp(ep.at(c.own + ep.u64(c.rows_at), row, s.row_bytes), ep.at(c.y, row, s.row_bytes), s.row_bytes)
+        ep.copy_warp(_home(s, c, row, _source(s, c, row)), ep.at(c.y, row, s.row_bytes), s.row_bytes)
         row = row + c.num_blocks * s.num_warps
 
 
@@ -290,10 +369,10 @@ def _local_job(s: CombineSpec, c: SimpleNamespace, received: ep.Expr) -> SimpleN
         num_rows=received,
         counter=c.own + T.uint64(s.control.staged),
         sources=c.row_metadata,
-        address=lambda s, c, row: ep.at(c.y, row, s.row_bytes),
+        address=lambda s, c, row, source: ep.at(c.y, source, s.row_bytes),
         weights=c.y_weights if s.apply_weights else None,
         biases=(),
-        out=c.own + ep.u64(c.rows_at),
+        out=lambda s, c, row: _home(s, c, row, _source(s, c, row)),
         bars=c.stage_bars,
         slot_item=c.slot_item,
         slot_rows=c.slot_rows,
@@ -314,7 +393,7 @@ def _sum_over_ranks(s, c):
             address=_row_address,
             weights=None,
             biases=(c.bias_0, c.bias_1)[: s.num_bias],
-            out=c.out,
+            out=lambda s, c, row: ep.at(c.out, row, s.row_bytes),
             bars=c.bars,
             slot_item=c.slot_item,
             slot_rows=c.slot_rows,
@@ -359,7 +438,9 @@ def _wait_ready(s, c):
     ep.fence_async_global()
 
 
-def _row_address(s: CombineSpec, c: SimpleNamespace, source: ep.Expr) -> ep.Expr:
+def _row_address(s: CombineSpec, c: SimpleNamespace, row: ep.Expr, source: ep.Expr) -> ep.Expr:
+    if s.pushed:
+        return ep.at(c.own + ep.u64(c.rows_at), row * s.num_ranks + source // c.capacity, s.row_bytes)
     return ep.at(c.peers[source // c.capacity] + ep.u64(c.rows_at), source % c.capacity, s.row_bytes)
 
 

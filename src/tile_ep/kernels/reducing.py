@@ -14,10 +14,10 @@ from tile_ep.kernels.scattering import first_ticket, take
 #   num_rows     rows to make; each is made in chunks, an item is one chunk of one row
 #   counter      where warps take items
 #   sources      [num_rows, K] int32: what to sum, lane by lane; negative entries are none
-#   address      function of (s, c, source): where that row is
+#   address      function of (s, c, row, source): where the row to pull is
 #   weights      fp32 by source, which each row is multiplied by, or None
 #   biases       addresses of what the sum starts with, none to two
-#   out          where rows go
+#   out          function of (s, c, row): where the row goes
 #   bars, slot_item, slot_rows, slot_weight   shared memory of the ring
 
 
@@ -138,7 +138,7 @@ def _fetch_chunk(s, c, j, item, num_rows, row, slot):
         j.slot_rows[c.warp, slot] = num_rows
         ep.fetch(
             c.stage[c.warp, slot, 0],
-            j.address(s, c, row) + ep.u64(item % s.num_chunks * s.chunk_bytes),
+            j.address(s, c, item // s.num_chunks, row) + ep.u64(item % s.num_chunks * s.chunk_bytes),
             chunk_size(s, item),
             j.bars[c.warp, slot],
         )
@@ -160,9 +160,13 @@ def holds(s: Any, c: SimpleNamespace, item: ep.Expr, v: ep.Expr) -> ep.Expr:
     return (v * 32 + c.lane) * 16 < chunk_size(s, item)
 
 
-def _vector_address(s: Any, c: SimpleNamespace, base: ep.Expr, item: ep.Expr, v: ep.Expr) -> ep.Expr:
+def _vector_address(s: Any, c: SimpleNamespace, row: ep.Expr, item: ep.Expr, v: ep.Expr) -> ep.Expr:
     start = item % s.num_chunks * s.chunk_bytes
-    return ep.at(base, item // s.num_chunks, s.row_bytes) + ep.u64(start + (v * 32 + c.lane) * 16)
+    return row + ep.u64(start + (v * 32 + c.lane) * 16)
+
+
+def _bias_address(s: Any, c: SimpleNamespace, bias: ep.Expr, item: ep.Expr, v: ep.Expr) -> ep.Expr:
+    return _vector_address(s, c, ep.at(bias, item // s.num_chunks, s.row_bytes), item, v)
 
 
 @T.macro
@@ -175,13 +179,13 @@ def _start_sum(s, c, j, item, acc, value):
     if len(j.biases) > 0:
         for v in T.unroll(s.lane_vectors):
             if holds(s, c, item, v):
-                ep.get_into(value[0], _vector_address(s, c, j.biases[0], item, v), 16)
+                ep.get_into(value[0], _bias_address(s, c, j.biases[0], item, v), 16)
                 for i in T.unroll(V):
                     acc[v * V + i] = T.cast(value[i], "float32")
     if len(j.biases) > 1:
         for v in T.unroll(s.lane_vectors):
             if holds(s, c, item, v):
-                ep.get_into(value[0], _vector_address(s, c, j.biases[1], item, v), 16)
+                ep.get_into(value[0], _bias_address(s, c, j.biases[1], item, v), 16)
                 for i in T.unroll(V):
                     acc[v * V + i] = acc[v * V + i] + T.cast(value[i], "float32")
 
@@ -190,11 +194,13 @@ def _start_sum(s, c, j, item, acc, value):
 def _write_sum(s, c, j, item, acc, value):
     """Round this lane's part of a chunk, once, and write it."""
     V = s.vector
+    row = T.alloc_var("uint64")
+    row = j.out(s, c, item // s.num_chunks)
     for v in T.unroll(s.lane_vectors):
         if holds(s, c, item, v):
             for i in T.vectorized(V):
                 value[i] = T.cast(acc[v * V + i], s.dtype)
-            ep.put_from(_vector_address(s, c, j.out, item, v), value[0], 16)
+            ep.put_from(_vector_address(s, c, row, item, v), value[0], 16)
 
 
 @T.macro
@@ -206,6 +212,7 @@ def _sum_warp(s, c, j):
     row = T.alloc_var("int32")
     total = T.alloc_var("float32")
     rest = T.alloc_var("uint32")
+    to = T.alloc_var("uint64")
     mask = T.alloc_var("uint32")
     item = T.alloc_local((1,), "int32")
     source = T.alloc_local((1,), "int32")
@@ -219,6 +226,7 @@ def _sum_warp(s, c, j):
         if more:
             _load_sources(s, c, j, item[0], source)
             mask = T.cast(T.ballot_sync(source[0] >= 0), "uint32")
+            to = j.out(s, c, item[0])
             element = c.lane
             while element - c.lane < s.hidden:
                 total = T.float32(0)
@@ -233,7 +241,7 @@ def _sum_warp(s, c, j):
                 while rest != T.uint32(0):
                     row = T.shfl_sync(source[0], ep.first_lane(rest))
                     if element < s.hidden:
-                        ep.get_into(value[0], ep.at(j.address(s, c, row), element, B), B)
+                        ep.get_into(value[0], ep.at(j.address(s, c, item[0], row), element, B), B)
                         if j.weights is None:
                             total = total + T.cast(value[0], "float32")
                         else:
@@ -243,5 +251,5 @@ def _sum_warp(s, c, j):
                     rest = rest & (rest - T.uint32(1))
                 if element < s.hidden:
                     value[0] = T.cast(total, s.dtype)
-                    ep.put_from(ep.at(j.out, T.int64(item[0]) * s.hidden + element, B), value[0], B)
+                    ep.put_from(ep.at(to, element, B), value[0], B)
                 element = element + 32

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tile_ep.layout import align, ceil_div
 
@@ -30,6 +30,8 @@ class Tuning:
         dispatch, expanded, combine: of blocks that scatter rows to ranks, rows to experts, or pull rows.
         shared_bytes: dynamic shared memory of a block, at most.
         default_sms: blocks of a collective unless the call says otherwise.
+        by_warp: dispatch copies rows by the warp, once for each destination, not by the copy engine.
+        pushes: combine pushes rows to the rank that sums them, which otherwise pulls them. The same on all ranks.
     """
 
     dispatch: BlockShape
@@ -37,6 +39,8 @@ class Tuning:
     combine: BlockShape
     shared_bytes: int
     default_sms: int
+    by_warp: bool = False
+    pushes: bool = False
 
     def shape(self, most: BlockShape, row_bytes: int) -> BlockShape:
         """The shape within `most` for rows of `row_bytes`: equal chunks of whole 16-byte units, of which a warp moves 32 at a
@@ -63,3 +67,7 @@ SIMULATOR = Tuning(
     shared_bytes=48 * 1024,
     default_sms=2,
 )
+CLASSIC = replace(HOPPER, dispatch=BlockShape(16, 7168, 2), by_warp=True, pushes=True)
+"""For comparison, how exchanges have long been built: a warp copies a row once for each destination, and expert outputs are
+stored back to where the token came from, to be summed there.
+"""
