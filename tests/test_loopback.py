@@ -147,6 +147,33 @@ def test_a_combine_input_is_stale_once_another_was_asked_for_or_it_was_combined(
         ranks.run(stale)
 
 
+@pytest.mark.parametrize("apply_weights", [False, True], ids=["plain", "weighted"])
+def test_expanded_rows_are_pulled_where_they_are_if_no_token_has_two(apply_weights: bool) -> None:
+    """Four experts on three ranks: rank 0 holds two, and sums; ranks 1 and 2 hold one each, and only they read in place."""
+    random = torch.Generator().manual_seed(5)
+    x = [torch.randn(TOKENS - rank, HIDDEN, generator=random).bfloat16() for rank in range(RANKS)]
+    idx = [torch.rand(len(t), 4, generator=random).topk(TOPK, 1).indices for t in x]
+    weights = [torch.rand(len(t), TOPK, generator=random) for t in x]
+    sent = reference.dispatch(x, idx, weights, num_experts=4, num_max_tokens_per_rank=TOKENS, do_expand=True)
+    received: list[Any] = [output.recv_x for output in sent]
+    received_weights: list[Any] = [output.recv_topk_weights for output in sent]
+    given = received_weights if apply_weights else None
+    expected = reference.combine(received, [output.handle for output in sent], given, apply_weights=apply_weights)
+
+    def of_rank(rank: int, buffer: Buffer) -> tuple[bool, bool]:
+        recv_x, _, recv_weights, handle, _ = buffer.dispatch(x[rank], idx[rank], weights[rank], do_expand=True)
+        assert isinstance(recv_x, torch.Tensor)
+        rows = buffer.combine_input(handle)
+        again = buffer.combine_input(handle)
+        in_place = rows.data_ptr() == again.data_ptr()
+        again.copy_(recv_x)
+        back = buffer.combine(again, handle, recv_weights if apply_weights else None, apply_weights=apply_weights)
+        return in_place, torch.equal(back[0], expected[rank].combined_x)
+
+    with open_ranks(num_experts=4) as ranks:
+        assert ranks.run(of_rank) == [(False, True), (True, True), (True, True)]
+
+
 def test_a_handle_of_another_loopback_is_refused() -> None:
     drawn = draw(6)
     with open_ranks() as one, open_ranks() as other:

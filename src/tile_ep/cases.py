@@ -844,6 +844,11 @@ _SITUATIONS: list[Case] = [
         {"name": "wide-combine", "tokens": (5, 3), "combine_hidden": 200, "payload": "packed4", "hidden": 32},
         {"name": "few-sms", "tokens": (31, 22), "num_sms": 1, "zero_copy": True, "stats": True},
         {"name": "eight-ranks", "tokens": (3, 9, 0, 4, 1, 6, 2, 5), "num_experts": 21, "skew": "zipf", "rounds": 2},
+        {"name": "one-row-each", "tokens": (5, 0, 7), "num_experts": 7, "num_topk": 1, "zero_copy": True, "rounds": 2,
+         "cached": "same"},
+        {"name": "one-row-each-no-sync", "tokens": (6, 3), "num_topk": 1, "zero_copy": True, "do_cpu_sync": False},
+        {"name": "one-row-on-some", "tokens": (6, 5, 4), "num_experts": 4, "num_topk": 2, "zero_copy": True,
+         "combine_weights": True, "bias_count": 1, "hidden": 104},
         {"name": "large", "tokens": (190, 256, 77, 128), "num_experts": 64, "num_topk": 8, "hidden": 512, "heavy": True,
          "bias_count": 1, "combine_weights": True, "cached": "same"},
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,6 +60,7 @@ class _Plan:
     src_metadata: torch.Tensor  # [rows, 2] int32
     row_metadata: torch.Tensor | None  # [rows, K] int32, expanded plans: the rows of each received token
     exact: bool  # the host knows the number of rows
+    one_row_each: bool = False  # expanded: no token has two rows on this rank, for all the host knows
 
 
 class _Handle(EPHandle):
@@ -250,6 +251,9 @@ class NvlinkBackend:
             (*inputs, *(part for part in (scales, request.topk_weights, request.stats) if part is not None)),
         )
         if handle is None:
+            if request.do_expand:
+                alone = sum(expert_counts) == num_rows if request.do_cpu_sync else num_topk == 1
+                plan = replace(plan, one_row_each=alone)
             ranks, experts = self.num_ranks, self.num_ranks + num_local
             handle = _Handle(
                 do_expand=request.do_expand,
@@ -420,6 +424,10 @@ class NvlinkBackend:
 
         world.bound_run_ahead(self.config.pipeline_depth)
         world.begin(request.streams.previous_event)
+        if request.apply_weights and not staged:  # weights are applied on the way in
+            with world.on_comm_stream():
+                x = x.clone()
+            staged = True
         out = world.empty((num_tokens, x.shape[1]), x.dtype, on_comm)
         out_weights = None
         if request.topk_weights is not None:
@@ -457,7 +465,7 @@ class NvlinkBackend:
                 "bias_1": bias[1],
                 "topk_idx": handle.topk_idx,
                 "rows": handle.dst_expanded_idx if handle.do_expand else handle.dst_buffer_slot_idx,
-                "sources": plan.sources,
+                "sources": handle.dst_buffer_slot_idx if spec.mixed else plan.sources,
                 "counts": plan.counts,
                 "src_metadata": plan.src_metadata,
                 "row_metadata": plan.row_metadata,
@@ -466,7 +474,9 @@ class NvlinkBackend:
                 "status": self._status,
                 "rank": self.rank,
                 "num_tokens": num_tokens,
-                "capacity": rank_capacity(self.num_ranks, handle.num_max_tokens_per_rank),
+                "capacity": self._layout.slot.rows
+                if spec.mixed
+                else rank_capacity(self.num_ranks, handle.num_max_tokens_per_rank),
                 "rows_at": self._layout.combine_rows,
                 "weights_at": self._layout.combine_weights,
                 "timeout_ns": self._timeout_ns,
@@ -488,14 +498,13 @@ class NvlinkBackend:
             # they are done; without one, ask.
             self.barrier()
             self._read_since_combine = True
-        if handle.do_expand or self.world.tuning.pushes:
-            # What crosses is one summed row per token and rank, or is pushed: nothing is read in place.
-            rows = handle.num_expanded_tokens if handle.do_expand else handle.num_recv_tokens
+        rows = handle.num_expanded_tokens if handle.do_expand else handle.num_recv_tokens
+        if self.world.tuning.pushes or (handle.do_expand and not handle.plan.one_row_each):
+            # What crosses is pushed, or one sum per token and rank: nothing can be read in place.
             return self.world.empty((rows, self.config.hidden), dtype, False)
-        num_bytes = handle.num_recv_tokens * self.config.hidden * dtype.itemsize
-        memory, lease = self.world.lease(self._layout.combine_rows, num_bytes)
+        memory, lease = self.world.lease(self._layout.combine_rows, rows * self.config.hidden * dtype.itemsize)
         self._input = weakref.ref(handle), lease
-        return memory.view(dtype).view(handle.num_recv_tokens, self.config.hidden)
+        return memory.view(dtype).view(rows, self.config.hidden)
 
     def _must_stage(self, x: torch.Tensor, handle: EPHandle) -> bool:
         """Whether `x` has to be copied into the combine rows.

@@ -24,7 +24,7 @@ import tilelang.language as T
 
 from tile_ep.kernels import primitives as ep
 from tile_ep.kernels.counting import first_expert, rank_of
-from tile_ep.kernels.reducing import chunk_size, sum_rows
+from tile_ep.kernels.reducing import chunk_size, load_sources, sum_rows
 from tile_ep.kernels.spec import Spec
 from tile_ep.layout import ROW_ALIGNMENT, align, ceil_div
 
@@ -42,8 +42,16 @@ class CombineSpec(Spec):
     has_weights: bool  # bring the received weights back
     staged: bool  # y lies outside the symmetric region and is copied into it first
     pushed: bool  # into that of the rank which reads it; implies `staged`
-    expanded: bool  # y has a row per selection; a token's rows are summed on the way into the symmetric region
+    expanded: (
+        bool  # y has a row per selection; a token's rows are summed on the way into the symmetric region, or, where no
+    )
+    # token has two on this rank, pulled from where they are
     apply_weights: bool  # expanded: multiply each row by its weight
+
+    @property
+    def mixed(self) -> bool:
+        """Each peer says whether its rows lie in the rank layout or in the expanded one."""
+        return self.expanded and not self.pushed
 
     @property
     def element_bytes(self) -> int:
@@ -91,7 +99,8 @@ def build(spec: CombineSpec) -> Any:
         bias_1: T.int64,
         topk_idx: T.int64,  # [T, K] index_dtype
         rows: T.int64,  # [T, K] int32, of the handle: where the weight of selection k is, in either layout
-        sources: T.int64,  # [T, K] int32, of the handle
+        sources: T.int64,  # [T, K] int32, of the handle: rank * capacity + row of each destination, first named first;
+        # mixed: the row in the rank layout of selection k
         counts: T.int64,  # int32, of the handle: entry R - 1 is N
         src_metadata: T.int64,  # [N, 2] int32, of the handle: source rank * T_max + token, and more
         row_metadata: T.int64,  # [N, K] int32, of an expanded handle: rows of y that belong to a received token
@@ -100,7 +109,7 @@ def build(spec: CombineSpec) -> Any:
         status: T.int64,  # a word per peer: what a wait that gave up waited for
         rank: T.int32,
         num_tokens: T.int32,
-        capacity: T.int32,  # rows of a rank, for reading `sources`
+        capacity: T.int32,  # rows of a rank, as `sources` counts them; mixed: at least as many as a rank has in either layout
         rows_at: T.int64,  # offsets of the combine input and its weights in a region
         weights_at: T.int64,
         timeout_ns: T.int64,
@@ -114,6 +123,7 @@ def build(spec: CombineSpec) -> Any:
             slot_item = T.alloc_shared((W, spec.depth), "int32", scope="shared")  # what the chunk in a slot belongs to
             slot_rows = T.alloc_shared((W, spec.depth), "int32", scope="shared")  # and how many rows that has
             slot_weight = T.alloc_shared((W, spec.depth), "float32", scope="shared")  # what it is multiplied by
+            in_place = T.alloc_shared((spec.num_ranks if spec.mixed else 1,), "int32", scope="shared")
             flags = T.alloc_shared((3,), "int32", scope="shared")  # a wait gave up; last to stage; last to leave
 
             tid = T.get_thread_binding()
@@ -130,17 +140,18 @@ def build(spec: CombineSpec) -> Any:
                 rows_at=rows_at, weights_at=weights_at, timeout_ns=ep.u64(timeout_ns), num_blocks=num_blocks,
                 block=block, tid=tid, warp=tid // 32, lane=tid % 32, own=own, epoch=epoch, num_tokens=num_tokens,
                 taken=own + T.uint64(spec.control.taken), stage=stage, bars=bars, stage_bars=stage_bars,
-                slot_item=slot_item, slot_rows=slot_rows, slot_weight=slot_weight, flags=flags,
+                slot_item=slot_item, slot_rows=slot_rows, slot_weight=slot_weight, in_place=in_place,
+                flags=flags,
             )  # fmt: skip
             _prepare(spec, c)
             if spec.staged or spec.has_weights:
                 _wait_reusable(spec, c)
                 alive = T.if_then_else(flags[0] == 0, 1, 0)
                 if alive == 1:
-                    if spec.expanded:
-                        _stage_sums(spec, c)
-                    elif spec.staged:
-                        if spec.bulk and spec.pushed:
+                    if spec.staged:
+                        if spec.expanded:
+                            _stage_sums(spec, c)
+                        elif spec.bulk and spec.pushed:
                             _push_bulk(spec, c)
                         elif spec.bulk:
                             _stage_bulk(spec, c)
@@ -369,6 +380,7 @@ def _local_job(s: CombineSpec, c: SimpleNamespace, received: ep.Expr) -> SimpleN
         num_rows=received,
         counter=c.own + T.uint64(s.control.staged),
         sources=c.row_metadata,
+        load=load_sources,
         address=lambda s, c, row, source: ep.at(c.y, source, s.row_bytes),
         weights=c.y_weights if s.apply_weights else None,
         biases=(),
@@ -390,6 +402,7 @@ def _sum_over_ranks(s, c):
             num_rows=c.num_tokens,
             counter=c.taken,
             sources=c.sources,
+            load=_load_mixed if s.mixed else load_sources,
             address=_row_address,
             weights=None,
             biases=(c.bias_0, c.bias_1)[: s.num_bias],
@@ -419,7 +432,7 @@ def _announce(s, c):
     i = T.alloc_var("int32")
     i = c.tid
     while i < s.num_ranks:
-        ep.store_release(_ready(s, c.peers[i], c.rank), ep.tagged(c.epoch, 0))
+        ep.store_release(_ready(s, c.peers[i], c.rank), ep.tagged(c.epoch, 1 if s.mixed and not s.staged else 0))
         i = i + s.threads
 
 
@@ -433,9 +446,34 @@ def _wait_ready(s, c):
         got = ep.wait_tag(_ready(s, c.own, i), c.epoch, c.status, PHASE_READY, i, c.timeout_ns)
         if got < T.int64(0):
             c.flags[0] = 1
+        if s.mixed:
+            c.in_place[i] = T.cast(got, "int32")
         i = i + s.threads
     T.sync_threads()
     ep.fence_async_global()
+
+
+@T.macro
+def _load_mixed(s, c, j, row, source):
+    """`load_sources` for rows that are where the ready word of their rank says."""
+    entry = T.alloc_var("int64")
+    rank_row = T.alloc_var("int32")
+    place = T.alloc_var("int32")
+    dest = T.alloc_var("int32")
+    entry = T.int64(row) * s.num_topk + c.lane
+    source[0] = -1
+    rank_row = -1
+    place = -1
+    dest = -1
+    if T.And(c.lane < s.num_topk, row < j.num_rows):
+        rank_row = ep.get(ep.at(j.sources, entry, 4), "int32")
+        place = ep.get(ep.at(c.rows, entry, 4), "int32")
+        dest = T.cast(ep.get(ep.at(c.topk_idx, entry, s.index_bytes), s.index_dtype), "int32")
+    dest = T.if_then_else(rank_row >= 0, rank_of(dest, s.partition), -1)
+    same = T.match_any_sync(T.if_then_else(dest >= 0, dest, -1 - c.lane))
+    if T.And(dest >= 0, ep.lanes_below(same, c.lane) == 0):
+        place = T.if_then_else(c.in_place[dest] == 1, place, rank_row)
+        source[0] = T.if_then_else(place >= 0, dest * c.capacity + place, -1)
 
 
 def _row_address(s: CombineSpec, c: SimpleNamespace, row: ep.Expr, source: ep.Expr) -> ep.Expr:

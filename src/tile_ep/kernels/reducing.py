@@ -14,6 +14,7 @@ from tile_ep.kernels.scattering import first_ticket, take
 #   num_rows     rows to make; each is made in chunks, an item is one chunk of one row
 #   counter      where warps take items
 #   sources      [num_rows, K] int32: what to sum, lane by lane; negative entries are none
+#   load         macro of (s, c, j, row, source) that reads them: `load_sources` or one of the kernel's own
 #   address      function of (s, c, row, source): where the row to pull is
 #   weights      fp32 by source, which each row is multiplied by, or None
 #   biases       addresses of what the sum starts with, none to two
@@ -30,7 +31,7 @@ def sum_rows(s: Any, c: SimpleNamespace, j: SimpleNamespace) -> None:
 
 
 @T.macro
-def _load_sources(s, c, j, row, source):
+def load_sources(s, c, j, row, source):
     """Sets, per lane, what the row pulls. Nothing past the last row."""
     source[0] = -1
     if T.And(c.lane < s.num_topk, row < j.num_rows):
@@ -52,7 +53,7 @@ def _take_with_rows(s, c, j, ticket, ahead, ahead_source, item, source, mask, ac
         source[0] = ahead_source[0]
         mask[0] = T.cast(T.ballot_sync(source[0] >= 0), "uint32")
         take(s, c, j.counter, ticket, ahead)
-        _load_sources(s, c, j, ahead[0] // s.num_chunks, ahead_source)
+        j.load(s, c, j, ahead[0] // s.num_chunks, ahead_source)
 
 
 @T.macro
@@ -89,7 +90,7 @@ def _sum_bulk(s, c, j):
     mask[0] = T.uint32(0)
     first_ticket(s, c, ticket)
     take(s, c, j.counter, ticket, ahead)
-    _load_sources(s, c, j, ahead[0] // s.num_chunks, ahead_source)
+    j.load(s, c, j, ahead[0] // s.num_chunks, ahead_source)
     more = True
     while T.Or(more, added < fetched):
         room = T.And(more, fetched - added < s.depth)
@@ -224,7 +225,7 @@ def _sum_warp(s, c, j):
         take(s, c, j.counter, ticket, item)
         more = item[0] < j.num_rows
         if more:
-            _load_sources(s, c, j, item[0], source)
+            j.load(s, c, j, item[0], source)
             mask = T.cast(T.ballot_sync(source[0] >= 0), "uint32")
             to = j.out(s, c, item[0])
             element = c.lane
