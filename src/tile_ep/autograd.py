@@ -6,7 +6,15 @@ one without tokens, without rows, or whose own tensors need no gradient. So what
 requires a gradient whenever grad mode is on, and each combine leads back to its dispatch even where no row does.
 
 Every rank must run the backward of what it has run forward: the same calls, and a loss that depends on every combined
-result (the sum over no rows does).
+result (the sum over no rows does). Backward then runs the collectives in the reverse order of forward, on every rank.
+
+Under `torch.utils.checkpoint` the recomputed forward is collective as well. Dispatch and combine both save a tensor, and
+ask for it before they communicate, so that every rank recomputes, at the same point.
+
+PyTorch runs the backward of everything on one GPU in one thread of the process. Where the ranks are threads that share a
+GPU (`tile_ep.loopback`), the backward of one rank would wait there for that of the next, queued behind it. So in such a
+world dispatch and combine switch that off for the thread that calls them, as `torch.autograd.set_multithreading_enabled
+(False)` does: its backward, called in the same thread, runs in it.
 """
 
 from __future__ import annotations
@@ -49,6 +57,7 @@ class Received:
         return torch.div(real + (alignment - 1), alignment, rounding_mode="floor").mul(alignment).to(torch.int32)
 
 
+@torch.compiler.disable
 def dispatch(
     buffer: Buffer,
     x: torch.Tensor,
@@ -76,12 +85,14 @@ def dispatch(
     Raises:
         Whatever `Buffer.dispatch` raises.
     """
+    _keep_backward_here(buffer)
     plan: list[EPHandle] = []
     options = {"num_experts": num_experts, "expert_alignment": expert_alignment, "do_expand": do_expand}
     recv_x, recv_idx, recv_weights, link = _Dispatch.apply(buffer, options, plan, _anchor(x), x, topk_idx, topk_weights)
     return Received(recv_x, recv_idx, recv_weights, plan[0], link)
 
 
+@torch.compiler.disable
 def combine(
     buffer: Buffer, x: torch.Tensor, received: Received, topk_weights: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -103,8 +114,15 @@ def combine(
     """
     if topk_weights is not None and not received.handle.do_expand:
         raise ArgumentError("topk_weights", "weights of rows", "None for a rank layout", "Dispatch with do_expand=True")
+    _keep_backward_here(buffer)
     combined: torch.Tensor = _Combine.apply(buffer, received.handle, _anchor(x), received._link, x, topk_weights)
     return combined
+
+
+def _keep_backward_here(buffer: Buffer) -> None:
+    """Where ranks are threads that share a GPU, let a backward that this thread calls run in this thread."""
+    if buffer.group is None and buffer.device.type == "cuda" and torch.is_grad_enabled():
+        torch.autograd.set_multithreading_enabled(False)
 
 
 def _anchor(like: torch.Tensor) -> torch.Tensor:
@@ -129,18 +147,22 @@ class _Dispatch(torch.autograd.Function):
         recv_x, recv_idx, recv_weights, handle, _ = buffer.dispatch(
             x.detach(), topk_idx, topk_weights, do_zero_padding=options["do_expand"], **options
         )
+        assert isinstance(recv_x, torch.Tensor)
         plan.append(handle)
         ctx.buffer, ctx.handle = buffer, handle
+        ctx.save_for_backward(anchor)
         ctx.weights_dtype = None if topk_weights is None else topk_weights.dtype
         if recv_idx is not None:
             ctx.mark_non_differentiable(recv_idx)
-        return recv_x, recv_idx, recv_weights, anchor.new_zeros(())
+        # `data`: views of a slot that autograd does not take for views, which could not be changed in place.
+        return recv_x.data, recv_idx, None if recv_weights is None else recv_weights.data, anchor.new_zeros(())
 
     @staticmethod
     @once_differentiable
     def backward(  # type: ignore[override]
         ctx: Any, grad_x: torch.Tensor, _idx: Any, grad_weights: torch.Tensor, _link: torch.Tensor
     ) -> tuple[Any, ...]:
+        _ = ctx.saved_tensors  # what a checkpoint has to recompute, it recomputes now
         weighted = ctx.weights_dtype is not None
         back, weights, _ = ctx.buffer.combine(grad_x, ctx.handle, grad_weights if weighted else None)
         return None, None, None, None, back, None, weights.to(ctx.weights_dtype) if weighted else None
@@ -158,20 +180,20 @@ class _Combine(torch.autograd.Function):
         topk_weights: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.buffer, ctx.handle = buffer, handle
-        if topk_weights is not None:
-            ctx.save_for_backward(x, topk_weights)
+        ctx.save_for_backward(anchor, *(() if topk_weights is None else (x, topk_weights)))
         combined, _, _ = buffer.combine(x.detach(), handle, topk_weights, apply_weights=topk_weights is not None)
         return combined
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        _, *weighted = ctx.saved_tensors  # what a checkpoint has to recompute, it recomputes now
         expand = ctx.handle.do_expand
         rows, _, _, _, _ = ctx.buffer.dispatch(grad, handle=ctx.handle, do_expand=expand, do_zero_padding=expand)
         link = torch.zeros((), device=grad.device)
-        if not ctx.saved_tensors:
+        if not weighted:
             return None, None, None, link, rows, None
-        x, weights = ctx.saved_tensors
+        x, weights = weighted
         wide = rows.float()
         grad_x = (wide * weights.float().unsqueeze(1)).to(rows.dtype) if ctx.needs_input_grad[4] else None
         grad_weights = (wide * x.float()).sum(dim=1).to(weights.dtype) if ctx.needs_input_grad[5] else None
