@@ -5,15 +5,21 @@ from __future__ import annotations
 import copy
 import importlib.util
 import shutil
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from workers import Pools
 
-from tile_ep import ArgumentError, Buffer, autograd, loopback
-from tile_ep.nn import MoE, shared_parameters
+from tile_ep import ArgumentError, Buffer, CapacityError, autograd, loopback
+from tile_ep.nn import MoE, _one_by_one, shared_parameters
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 32, 24, 7, 3
 TOKENS = [9, 5, 12]
@@ -30,8 +36,8 @@ SIZES: dict[str, Any] = {
 }
 
 
-def buffer_for() -> Buffer:
-    return Buffer(**SIZES, timeout_s=30, backend="collective")
+def buffer_for(**sizes: Any) -> Buffer:
+    return Buffer(**{**SIZES, **sizes}, timeout_s=30, backend="collective")
 
 
 def layer(buffer: Buffer, seed: int = 3, **options: Any) -> MoE:
@@ -387,14 +393,323 @@ def matmuls(rank: int) -> dict[str, Any]:
         torch.manual_seed(0)
         odd = MoE(buffer, 31, 23, EXPERTS, TOPK, dtype=torch.float32)
         odd(torch.randn(4, 31)).sum().backward()
-        grouped = layer(buffer)
-        single = copy.copy(grouped)
-        single._matmul = odd._matmul
-        x = torch.randn(6, HIDDEN)
-        torch.testing.assert_close(grouped(x), single(x), rtol=1e-5, atol=1e-6)
-        return {"odd": odd.uses_grouped_mm, "grouped": grouped.uses_grouped_mm, "single": single.uses_grouped_mm}
+        moe = layer(buffer)
+        rows, ends = torch.randn(9, HIDDEN), torch.arange(1, len(moe.down) + 1, dtype=torch.int32) * 9 // len(moe.down)
+        gate, up = _one_by_one(rows, moe.gate_up, ends).chunk(2, dim=1)
+        single = _one_by_one(F.silu(gate) * up, moe.down, ends)
+        torch.testing.assert_close(moe._experts(rows, ends), single, rtol=1e-5, atol=1e-6)
+        return {"odd": odd.uses_grouped_mm, "grouped": moe.uses_grouped_mm}
 
 
 def test_one_product_per_expert_where_grouped_ones_cannot_run(pools: Pools) -> None:
     for found in pools(2).run(matmuls):
-        assert found == {"odd": False, "grouped": hasattr(torch, "_grouped_mm"), "single": False}
+        assert found == {"odd": False, "grouped": hasattr(torch, "_grouped_mm")}
+
+
+# ---------------------------------------------------------------- as a module of PyTorch, over gloo and on simulated kernels
+
+OnRank = Callable[..., Any]
+SIMULATOR = importlib.util.find_spec("tilelang") is not None and shutil.which("g++") is not None
+
+
+def in_process(rank: int, function: OnRank, sizes: dict[str, Any], args: tuple[Any, ...]) -> Any:
+    with buffer_for(**sizes) as buffer:
+        return function(rank, buffer, *args)
+
+
+class Ranks:
+    """Runs `function(rank, buffer, *args)` on every rank."""
+
+    def __init__(self, world: str, pools: Pools) -> None:
+        self._world, self._pools = world, pools
+
+    def run(self, num_ranks: int, function: OnRank, *args: Any, **sizes: Any) -> list[Any]:
+        if self._world == "gloo":
+            return self._pools(num_ranks).run(in_process, function, sizes, args)
+        with loopback(num_ranks, device="sim", **{**SIZES, **sizes}) as ranks:
+            return ranks.run(lambda rank, buffer: function(rank, buffer, *args))
+
+
+@pytest.fixture(params=["gloo", "sim"])
+def ranks(request: pytest.FixtureRequest, pools: Pools) -> Ranks:
+    if request.param == "sim" and not SIMULATOR:
+        pytest.skip("needs tilelang (pip install tilelang) and g++")
+    return Ranks(request.param, pools)
+
+
+def drawn(rank: int, count: int, hidden: int = HIDDEN) -> torch.Tensor:
+    return torch.randn(count, hidden, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+
+
+def gradients(out: torch.Tensor, x: torch.Tensor, moe: nn.Module, **options: Any) -> list[torch.Tensor]:
+    """Of the sum of squares of `out`; forgets earlier ones."""
+    x.grad = None
+    moe.zero_grad()
+    out.square().sum().backward(**options)
+    assert x.grad is not None
+    return [x.grad, *(parameter.grad.clone() for parameter in moe.parameters() if parameter.grad is not None)]
+
+
+def checkpointed(rank: int, buffer: Buffer, reentrant: bool) -> None:
+    moe, x = layer(buffer), drawn(rank, 5 * rank)
+    out = moe(x)
+    expected = gradients(out, x, moe)
+    again = checkpoint(moe, x, use_reentrant=reentrant)
+    assert torch.equal(out, again)
+    found = gradients(again, x, moe)
+    assert len(found) == len(expected) == 4
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint(ranks: Ranks, reentrant: bool) -> None:
+    ranks.run(2, checkpointed, reentrant)
+
+
+def checkpointed_parts(rank: int, buffer: Buffer, parts: str) -> float:
+    """Only rank 0's experts save anything for backward, yet both ranks recompute."""
+    x = torch.ones(3, HIDDEN, requires_grad=True)
+
+    def first(x: torch.Tensor) -> tuple[autograd.Received, torch.Tensor]:
+        received = autograd.dispatch(buffer, x, torch.tensor([[0, 6]] * 3))
+        return received, received.x.square() if rank == 0 else received.x * 3
+
+    def both(x: torch.Tensor) -> torch.Tensor:
+        received, rows = first(x)
+        return autograd.combine(buffer, rows, received)
+
+    if parts == "both":
+        out = checkpoint(both, x, use_reentrant=False)
+    else:
+        received, rows = checkpoint(first, x, use_reentrant=False)
+        out = autograd.combine(buffer, rows, received)
+    out.sum().backward()
+    assert x.grad is not None
+    return x.grad.unique().item()
+
+
+@pytest.mark.parametrize("parts", ["both", "dispatch"])
+def test_checkpoint_where_ranks_save_different_tensors(pools: Pools, parts: str) -> None:
+    assert Ranks("gloo", pools).run(2, checkpointed_parts, parts) == [5.0, 5.0]
+
+
+def backward_twice(rank: int, buffer: Buffer) -> None:
+    moe, x = layer(buffer), drawn(rank, 4)
+    out = moe(x)
+    first = gradients(out, x, moe, retain_graph=True)
+    assert all(map(torch.equal, first, gradients(out, x, moe)))
+    with pytest.raises(RuntimeError, match="a second time"):
+        gradients(out, x, moe)
+
+
+def test_backward_twice(ranks: Ranks) -> None:
+    ranks.run(2, backward_twice)
+
+
+def overflow(rank: int, buffer: Buffer) -> str:
+    moe, x = layer(buffer, router=False, expert_alignment=1), drawn(rank, 26)
+    weights = torch.ones(26, TOPK)
+    with pytest.raises(CapacityError) as raised:
+        moe(x, torch.zeros(26, TOPK, dtype=torch.int64), weights)
+    even = torch.arange(26 * TOPK).view(26, TOPK) % EXPERTS
+    assert gradients(moe(x, even, weights), x, moe)[0].any()
+    return str(raised.value)
+
+
+def test_every_rank_raises_on_overflow_and_goes_on(ranks: Ranks) -> None:
+    first, second = ranks.run(2, overflow, expand_factor=1.1)
+    assert first == second
+    assert "rank 0 needs" in first
+
+
+def shared_buffer(rank: int, buffer: Buffer) -> None:
+    """Layers of other sizes than the buffer's, whose passes interleave, against each of them alone."""
+    sizes = [(HIDDEN, 8, EXPERTS, TOPK), (16, 24, 5, 1), (20, 4, 3, 2)]
+    layers = [MoE(buffer, *size, dtype=torch.float32) for size in sizes]
+    xs = [drawn(rank, 4 + i, size[0]) for i, size in enumerate(sizes)]
+    alone = [gradients(moe(x), x, moe) for moe, x in zip(layers, xs, strict=True)]
+    outs = [moe(x) for moe, x in zip(layers, xs, strict=True)]
+    for i in (1, 2, 0):
+        assert all(map(torch.equal, gradients(outs[i], xs[i], layers[i]), alone[i]))
+
+
+def test_layers_of_other_sizes_share_a_buffer(ranks: Ranks) -> None:
+    ranks.run(2, shared_buffer)
+
+
+def in_place(rank: int, buffer: Buffer) -> None:
+    """Received rows belong to who received them: they may be changed, and later calls do not change them."""
+    moe, x = layer(buffer), drawn(rank, 4)
+    received = autograd.dispatch(buffer, x, torch.tensor([[0, 6]] * 4))
+    rows = received.x.mul_(2)
+    kept = rows.clone()
+    for _ in range(3):
+        moe(x)
+    assert torch.equal(rows, kept)
+    autograd.combine(buffer, rows, received).sum().backward()
+    assert x.grad is not None and (x.grad == 4).all()
+
+
+def test_rows_changed_in_place(ranks: Ranks) -> None:
+    ranks.run(2, in_place)
+
+
+def finite_differences(rank: int, buffer: Buffer) -> dict[str, tuple[float, float]]:
+    """For each tensor, this rank's share of the slope along a direction, and of (f(v + e d) - f(v - e d)) / 2e."""
+    moe, x = layer(buffer, router=False), drawn(rank, 3 + 4 * rank)
+    generator = torch.Generator().manual_seed(20 + rank)
+    idx = torch.rand(len(x), EXPERTS, generator=generator).argsort(dim=1)[:, :TOPK]
+    weights = torch.rand(len(x), TOPK, generator=generator).requires_grad_()
+    shares = torch.randn(len(x), HIDDEN, generator=generator)
+    tensors = {"x": x, "weights": weights, "gate_up": moe.gate_up, "down": moe.down}
+    grads = torch.autograd.grad((moe(x, idx, weights) * shares).sum(), list(tensors.values()))
+    found = {}
+    for (name, tensor), grad in zip(tensors.items(), grads, strict=True):
+        direction = torch.randn(tensor.shape, generator=generator)
+        values = []
+        with torch.no_grad():
+            for step in (0.002, -0.004):
+                tensor.add_(direction, alpha=step)
+                values.append(float((moe(x, idx, weights) * shares).double().sum()))
+            tensor.add_(direction, alpha=0.002)
+        found[name] = (float((grad.double() * direction).sum()), (values[0] - values[1]) / 0.004)
+    return found
+
+
+def test_gradients_are_slopes(ranks: Ranks) -> None:
+    found = ranks.run(3, finite_differences)
+    for name in found[0]:
+        slope, difference = (sum(of_rank[name][i] for of_rank in found) for i in (0, 1))
+        assert difference == pytest.approx(slope, rel=1e-3, abs=1e-3), name
+
+
+def autocast(rank: int, buffer: Buffer) -> None:
+    """A layer in fp32 computes as one in bf16 with the rounded parameters; its router and gradients stay in fp32."""
+    moe, x = layer(buffer), drawn(rank, 6)
+    rounded = copy.deepcopy(moe).to(torch.bfloat16)
+    idx, weights = moe.route(x)
+    expected = rounded(x.bfloat16(), idx, weights)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(moe.route(x)[1], weights)
+        out, of_bf16 = moe(x), moe(x.bfloat16(), idx, weights)
+    assert out.dtype == torch.bfloat16 and torch.equal(out, expected) and torch.equal(of_bf16, expected)
+    found = gradients(out, x, moe)
+    reference = gradients(rounded(x.bfloat16(), idx, weights), x, rounded)
+    assert [grad.dtype for grad in found] == [torch.float32] * 4
+    assert all(torch.equal(a, b.float()) for a, b in zip(found[1:3], reference[1:], strict=True))
+
+
+def test_autocast(ranks: Ranks) -> None:
+    ranks.run(2, autocast)
+
+
+def copied(rank: int, buffer: Buffer) -> None:
+    moe, x = layer(buffer), drawn(rank, 4)
+    twin = copy.deepcopy(moe)
+    assert twin.buffer is buffer and torch.equal(moe(x), twin(x))
+    with torch.no_grad():
+        twin.down.zero_()
+    assert moe(x).any() and not twin(x).any()
+
+
+def test_a_deep_copy_shares_the_buffer_only(pools: Pools) -> None:
+    Ranks("gloo", pools).run(2, copied)
+
+
+def moved(rank: int, buffer: Buffer) -> list[bool]:
+    """Rows of 4 elements suit grouped products in fp32, not in bf16."""
+    moe, x = MoE(buffer, 4, 4, EXPERTS, TOPK, dtype=torch.float32), drawn(rank, 5, 4)
+    moe(x)
+    uses = [moe.uses_grouped_mm]
+    moe.to(torch.bfloat16)
+    assert gradients(moe(x.bfloat16()), x, moe)[1].dtype == torch.bfloat16
+    return [*uses, moe.uses_grouped_mm]
+
+
+def test_moved_to_another_dtype(pools: Pools) -> None:
+    assert Ranks("gloo", pools).run(2, moved) == [[hasattr(torch, "_grouped_mm"), False]] * 2
+
+
+def from_meta(rank: int, buffer: Buffer) -> None:
+    moe = layer(buffer, device="meta").to_empty(device="cpu")
+    moe.reset_parameters(torch.Generator().manual_seed(3))
+    for parameter, expected in zip(moe.parameters(), layer(buffer).parameters(), strict=True):
+        assert torch.equal(parameter, expected)
+
+
+def test_made_without_memory_and_drawn_later(pools: Pools) -> None:
+    Ranks("gloo", pools).run(2, from_meta)
+
+
+def states(
+    rank: int, buffer: Buffer, x: torch.Tensor, state: dict[str, torch.Tensor] | None
+) -> tuple[Any, torch.Tensor]:
+    moe = layer(buffer, seed=3 if state is None else 4)
+    if state is not None:
+        moe.load_state_dict(state)
+    return moe.state_dict(), moe(x).detach()
+
+
+def test_state_of_many_ranks_loads_on_one(pools: Pools) -> None:
+    x = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(0))
+    saved = Ranks("gloo", pools).run(3, states, x, None)
+    whole = {name: torch.cat([state[name] for state, _ in saved]) for name in ("gate_up", "down")}
+    whole["router.weight"] = saved[0][0]["router.weight"]
+    [(_, found)] = Ranks("gloo", pools).run(1, states, x, whole)
+    for _, expected in saved:
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def data_parallel(rank: int, buffer: Buffer) -> None:
+    """Whole parameters averaged by DDP, experts left to the layer, against sums made by hand."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), layer(buffer)), drawn(rank, 5)
+    expected = gradients(model(x), x, model)
+    for parameter, grad in zip(model.parameters(), expected[1:], strict=True):
+        if id(parameter) in {id(shared) for shared in shared_parameters(model)}:
+            torch.distributed.all_reduce(grad)
+            grad /= 2
+    shared = {id(parameter) for parameter in shared_parameters(model)}
+    experts = [name for name, parameter in model.named_parameters() if id(parameter) not in shared]
+    assert experts == ["1.gate_up", "1.down"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, experts)
+    parallel = DistributedDataParallel(model)
+    found = gradients(parallel(x), x, model)
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(found, expected, strict=True))
+
+
+def test_data_parallel(pools: Pools) -> None:
+    Ranks("gloo", pools).run(2, data_parallel)
+
+
+def compiled(rank: int, buffer: Buffer) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.GELU(), layer(buffer)), drawn(rank, 4)
+    out = model(x)
+    expected = gradients(out, x, model)
+    again = torch.compile(model, backend="aot_eager")(x)
+    torch.testing.assert_close(again, out)
+    for found, of_eager in zip(gradients(again, x, model), expected, strict=True):
+        torch.testing.assert_close(found, of_eager)
+
+
+def test_compile_leaves_the_layer_out(pools: Pools) -> None:
+    Ranks("gloo", pools).run(2, compiled)
+
+
+def test_ranks_that_share_a_gpu_keep_their_backward() -> None:
+    """There is no GPU here, so this looks at the switch that PyTorch's engine reads."""
+    shared_gpu = SimpleNamespace(group=None, device=torch.device("cuda", 0))
+    own_gpu = SimpleNamespace(group=object(), device=torch.device("cuda", 0))
+    found = []
+
+    def on_rank() -> None:
+        for buffer in (own_gpu, shared_gpu):
+            autograd._keep_backward_here(buffer)  # type: ignore[arg-type]
+            found.append(torch._C._is_multithreading_enabled())
+
+    thread = threading.Thread(target=on_rank)
+    thread.start()
+    thread.join()
+    assert found == [True, False]
+    assert torch._C._is_multithreading_enabled()

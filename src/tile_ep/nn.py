@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +31,10 @@ class MoE(nn.Module):
     of every parameter that all ranks hold, are of this rank's tokens and are yours to sum over the ranks
     (`shared_parameters`). With a loss that is the sum of the ranks' losses, both then are gradients of it.
 
+    Under `torch.autocast` tokens cross, and experts compute, in its dtype; a linear router keeps its own. The number of
+    rows differs from call to call and ranks wait for each other, so `torch.compile` leaves the layer as it is. A deep
+    copy shares the buffer.
+
     Experts are drawn one by one: ranks whose generators are seeded alike hold parts of the same layer, whatever their
     number.
 
@@ -49,7 +56,8 @@ class MoE(nn.Module):
         gate_up: `[E_local, 2 * intermediate, hidden]`, gate above up.
         down: `[E_local, hidden, intermediate]`.
         first_expert: global index of the first local expert.
-        uses_grouped_mm: whether the matrix products of all experts are one call, rather than one for each expert.
+        uses_grouped_mm: whether the matrix products of all experts are one call, rather than one for each expert, in the
+            dtype and on the device of the parameters.
 
     Raises:
         ArgumentError: an argument is out of range.
@@ -80,26 +88,24 @@ class MoE(nn.Module):
         partition = ExpertPartition(num_experts, buffer.num_ranks)
         num_local, self.first_expert = partition.num_local(buffer.rank), partition.first(buffer.rank)
         where = buffer.device if device is None else torch.device(device)
-        self.router: nn.Module | None
-        if isinstance(router, nn.Module):
-            self.router = router
-        elif router:
-            linear = nn.utils.skip_init(nn.Linear, hidden, num_experts, bias=False, device=where)
-            _draw(linear.get_parameter("weight"), generator)
-            self.router = linear
-        else:
-            self.router = None
+        self._draws_router = router is True
+        self.router: nn.Module | None = router if isinstance(router, nn.Module) else None
+        if self._draws_router:
+            self.router = nn.utils.skip_init(nn.Linear, hidden, num_experts, bias=False, device=where)
         self.gate_up = nn.Parameter(torch.empty(num_local, 2 * intermediate, hidden, dtype=dtype, device=where))
         self.down = nn.Parameter(torch.empty(num_local, hidden, intermediate, dtype=dtype, device=where))
-        self._draw_experts(generator)
-        self._matmul = _choose_matmul(self.gate_up, self.down)
+        self.reset_parameters(generator)
 
     @property
     def uses_grouped_mm(self) -> bool:
-        return self._matmul is _grouped
+        return self._matmul(self.down.dtype) is _grouped
 
-    def _draw_experts(self, generator: torch.Generator | None) -> None:
-        """Each from its own seed, so that it does not depend on which others are here."""
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw the experts and the router anew, but not a router that was given."""
+        if self._draws_router:
+            assert self.router is not None
+            _draw(self.router.get_parameter("weight"), generator)
+        # An expert has its own seed, so it does not depend on which others are here.
         seed = int(torch.randint(2**62, (), generator=generator))
         for local in range(len(self.gate_up)):
             own = torch.Generator().manual_seed(seed + self.first_expert + local)
@@ -119,29 +125,38 @@ class MoE(nn.Module):
         """
         if self.router is None:
             raise ArgumentError("topk_idx", None, "the routing, since the layer has no router")
-        tokens = x.float() if isinstance(self.router, nn.Linear) and self.router.weight.dtype == torch.float32 else x
-        chosen, topk_idx = self.router(tokens).float().topk(self.num_topk, dim=-1)
+        if isinstance(self.router, nn.Linear):
+            with torch.autocast(x.device.type, enabled=False):
+                logits = self.router(x.to(self.router.weight.dtype))
+        else:
+            logits = self.router(x)
+        chosen, topk_idx = logits.float().topk(self.num_topk, dim=-1)
         return topk_idx, chosen.softmax(dim=-1)  # softmax over all, renormalised over the chosen
 
+    @torch.compiler.disable
     def forward(
         self, x: torch.Tensor, topk_idx: torch.Tensor | None = None, topk_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
         """What the experts make of the tokens. Collective.
 
         Args:
-            x: `[..., hidden]` in the layer's dtype; `T` tokens, which may differ from rank to rank and be 0.
+            x: `[..., hidden]` in the layer's dtype, under autocast in any; `T` tokens, which may differ from rank to rank
+                and be 0.
             topk_idx: `[T, K]` experts, -1 selects nothing; by default the router chooses.
             topk_weights: `[T, K]`, given together with `topk_idx`.
 
         Returns:
-            As `x`. A token without selections gets zero.
+            As `x`; under autocast, in its dtype. A token without selections gets zero.
 
         Raises:
             ArgumentError: an argument is wrong; nothing has moved.
             CapacityError: a rank's experts are chosen more often than the buffer's `expand_factor` allows.
         """
-        if x.shape[-1:] != (self.hidden,) or x.dtype != self.down.dtype:
-            raise ArgumentError("x", f"{list(x.shape)} {x.dtype}", f"[..., {self.hidden}] {self.down.dtype}")
+        kind = x.device.type
+        casts = torch.is_autocast_enabled(kind) and x.is_floating_point()
+        dtype = torch.get_autocast_dtype(kind) if casts else self.down.dtype
+        if x.shape[-1:] != (self.hidden,) or not (casts or x.dtype == dtype):
+            raise ArgumentError("x", f"{list(x.shape)} {x.dtype}", f"[..., {self.hidden}] {dtype}")
         tokens = x.reshape(-1, self.hidden)
         if topk_idx is None:
             if topk_weights is not None:
@@ -151,19 +166,34 @@ class MoE(nn.Module):
             raise ArgumentError("topk_weights", None, "weights, since topk_idx is given")
         received = autograd.dispatch(
             self.buffer,
-            tokens,
+            tokens.to(dtype),
             topk_idx,
             topk_weights,
             num_experts=self.num_experts,
             expert_alignment=self.expert_alignment,
         )
-        rows = self._experts(received.x, received.ends)
+        with torch.autocast(kind, enabled=False):
+            rows = self._experts(received.x, received.ends)
         return autograd.combine(self.buffer, rows, received, received.topk_weights).reshape(x.shape)
 
     def _experts(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        matmul = self._matmul if len(rows) else _one_by_one  # no rows: gradients of zero, not none
-        gate, up = matmul(rows, self.gate_up, ends).chunk(2, dim=1)
-        return matmul(F.silu(gate) * up, self.down, ends)
+        matmul = self._matmul(rows.dtype) if len(rows) else _one_by_one  # no rows: gradients of zero, not none
+        gate, up = matmul(rows, self.gate_up.to(rows.dtype), ends).chunk(2, dim=1)
+        return matmul(F.silu(gate) * up, self.down.to(rows.dtype), ends)
+
+    def _matmul(self, dtype: torch.dtype) -> GroupedMatmul:
+        works = all(
+            _grouped_works(dtype, weight.device, weight.shape[1], weight.shape[2])
+            for weight in (self.gate_up, self.down)
+        )
+        return _grouped if works else _one_by_one
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MoE:
+        memo[id(self.buffer)] = self.buffer
+        other = type(self).__new__(type(self))
+        memo[id(self)] = other
+        other.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return other
 
     def extra_repr(self) -> str:
         return (
@@ -199,18 +229,18 @@ def _one_by_one(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -
     return torch.cat([rows[a:b] @ w.T for a, b, w in zip(starts, stops, weights, strict=True)])
 
 
-def _choose_matmul(*weights: nn.Parameter) -> GroupedMatmul:
-    """`_grouped` where a trial with weights of these shapes gets through forward and backward."""
-    for weight in weights:
-        if any(size * weight.element_size() % 16 for size in weight.shape[1:]):
-            return _one_by_one
-        trial = torch.zeros_like(weight, requires_grad=True)
-        rows = torch.zeros(16, weight.shape[2], dtype=weight.dtype, device=weight.device, requires_grad=True)
-        ends = torch.full((len(weight),), 16, dtype=torch.int32, device=weight.device)
+@functools.cache
+def _grouped_works(dtype: torch.dtype, device: torch.device, outputs: int, inputs: int) -> bool:
+    """Whether `_grouped` gets through forward and backward with weights of these sizes, by trial."""
+    if any(size * dtype.itemsize % 16 for size in (outputs, inputs)):
+        return False
+    with torch.inference_mode(False), torch.enable_grad():
+        weights = torch.zeros(2, outputs, inputs, dtype=dtype, device=device, requires_grad=True)
+        rows = torch.zeros(16, inputs, dtype=dtype, device=device, requires_grad=True)
+        ends = torch.tensor([16, 16], dtype=torch.int32, device=device)
         try:
-            with torch.enable_grad():
-                product = _grouped(rows, trial, ends)
-            torch.autograd.grad(product, (rows, trial), torch.zeros_like(product))
+            product = _grouped(rows, weights, ends)
+            torch.autograd.grad(product, (rows, weights), torch.zeros_like(product))
         except (AttributeError, NotImplementedError, RuntimeError):
-            return _one_by_one
-    return _grouped
+            return False
+    return True
