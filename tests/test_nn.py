@@ -20,8 +20,10 @@ from workers import Pools
 
 from tile_ep import ArgumentError, Buffer, CapacityError, autograd, loopback
 from tile_ep.nn import MoE, _one_by_one, shared_parameters
+from tile_ep.selftest_layer import ROUTINGS, check_layer
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 32, 24, 7, 3
+SIMULATOR = importlib.util.find_spec("tilelang") is not None and shutil.which("g++") is not None
 TOKENS = [9, 5, 12]
 """Of each rank, of three; with fewer ranks the first hold more."""
 
@@ -160,8 +162,7 @@ def test_any_alignment(pools: Pools, alignment: int) -> None:
     check_step(pools, tokens_of(2), "masked", expert_alignment=alignment)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tilelang") is None, reason="needs tilelang (pip install tilelang)")
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.skipif(not SIMULATOR, reason="needs tilelang (pip install tilelang) and g++")
 @pytest.mark.parametrize("routing", ["masked", "first rank only"])
 def test_on_the_simulated_kernels(routing: str) -> None:
     given = inputs(TOKENS, routing)
@@ -409,7 +410,6 @@ def test_one_product_per_expert_where_grouped_ones_cannot_run(pools: Pools) -> N
 # ---------------------------------------------------------------- as a module of PyTorch, over gloo and on simulated kernels
 
 OnRank = Callable[..., Any]
-SIMULATOR = importlib.util.find_spec("tilelang") is not None and shutil.which("g++") is not None
 
 
 def in_process(rank: int, function: OnRank, sizes: dict[str, Any], args: tuple[Any, ...]) -> Any:
@@ -713,3 +713,14 @@ def test_ranks_that_share_a_gpu_keep_their_backward() -> None:
     thread.join()
     assert found == [True, False]
     assert torch._C._is_multithreading_enabled()
+
+
+@pytest.mark.skipif(not SIMULATOR, reason="needs tilelang (pip install tilelang) and g++")
+def test_self_test_of_the_layer() -> None:
+    said = check_layer("sim")
+    assert said.startswith(f"{len(ROUTINGS)} routings") and "bfloat16 within" in said
+
+
+@pytest.mark.gpu
+def test_layer_on_a_gpu() -> None:
+    assert "bfloat16 within" in check_layer("cuda")
