@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-MODULES = ("tile_ep", "tile_ep.layout", "tile_ep.reference")
-"""What has a page: the public names, then every size formula, then the semantics in plain PyTorch."""
+MODULES = ("tile_ep", "tile_ep.nn", "tile_ep.autograd", "tile_ep.layout", "tile_ep.reference")
+"""What has a page: the public names, the layer, its collectives, every size formula, the semantics in plain PyTorch."""
 
 
 def build(directory: Path) -> None:
