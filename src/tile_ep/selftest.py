@@ -23,6 +23,7 @@ import torch
 from tile_ep import reference
 from tile_ep.buffer import Buffer
 from tile_ep.errors import PeerTimeoutError, StaleHandleError
+from tile_ep.selftest_layer import check_layer
 from tile_ep.worlds.loopback import Loopback, loopback
 
 _WORKERS = 12  # processes that compile and run cases side by side
@@ -91,6 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
         "absent rank": check_absent_rank,
         "bad indices": check_bad_indices,
         "one process a rank": check_processes,
+        "expert layer": check_layer,
     }
     if not options.no_sanitizer:
         for tool in ("memcheck", "racecheck"):
