@@ -126,7 +126,10 @@ def _entry_point(kernel: Any) -> Any:
     launch. It takes its stream from the tensor among the arguments, as torch has it.
     """
     executable = getattr(kernel.adapter, "get_exportable_executable", None)
-    return kernel if executable is None else executable().jit().main
+    if executable is None:
+        return kernel
+    module = executable()  # loaded from the cache it can be called as it is
+    return getattr(module, "main", None) or module.jit().main
 
 
 def _target() -> dict[str, str]:
