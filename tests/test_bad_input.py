@@ -207,7 +207,7 @@ WRONG: dict[str, tuple[type[TileEPError], Wrong, list[str]]] = {
         lambda s: s.dispatch(num_max_tokens_per_rank=3),
         ["x: got 4 tokens", "num_max_tokens_per_rank=3"],
     ),
-    "alignment 0": (ArgumentError, lambda s: s.dispatch(expert_alignment=0), ["expert_alignment: got 0", ">= 1"]),
+    "alignment 0": (ArgumentError, lambda s: s.dispatch(expert_alignment=0), ["expert_alignment: got 0", "1..65536"]),
     "alignment a bool": (ArgumentError, lambda s: s.dispatch(expert_alignment=True), ["expert_alignment: got True"]),
     "negative num_sms": (ArgumentError, lambda s: s.dispatch(num_sms=-1), ["num_sms: got -1", ">= 0"]),
     # cached dispatch

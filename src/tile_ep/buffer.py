@@ -43,6 +43,8 @@ Request = TypeVar("Request", DispatchRequest, CombineRequest)
 Result = TypeVar("Result")
 Event = EventOverlap | torch.cuda.Event
 
+_MOST_ALIGNED = 1 << 16  # rows: sums of aligned counts are int32
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -92,7 +94,8 @@ class Buffer:
         group: the expert-parallel group; `None` is the default process group.
         num_max_tokens_per_rank: most tokens `T` a rank may hold in a call.
         hidden: most elements of `dtype` in a row. A dispatch may use any row of at most that many bytes.
-        num_topk: most selections `K` per token; 0 allows any up to 32.
+        num_topk: most selections `K` per token; 0 allows any up to 32, but the kernels then have no room for expanded
+            dispatches beyond that of the rank layout.
         num_experts: experts over all ranks, at least one per rank; 0 leaves it to each dispatch. A dispatch may
             use fewer than were given here.
         dtype: widest row element of dispatch and combine: bf16, fp16 or fp32.
@@ -234,7 +237,8 @@ class Buffer:
                 are added.
             num_experts: experts over all ranks; by default the buffer's, or the handle's.
             num_max_tokens_per_rank: most tokens of a rank in this call, at most the buffer's.
-            expert_alignment: each expert's rows are rounded up to a multiple of this (default 1).
+            expert_alignment: each expert's rows are rounded up to a multiple of this (default 1, at most 65,536; the kernels
+                take at most 128 in an expanded dispatch).
             num_sms: SMs to use, 0 for the buffer's choice.
             previous_event: wait for this instead of the current stream's work.
             async_with_compute_stream: leave it to `event` to make the current stream wait.
@@ -280,10 +284,11 @@ class Buffer:
                     raise ArgumentError("x", f"{num_tokens} tokens", f"{planned} tokens, as in the handle")
             words = f"[num_tokens={num_tokens}, num_topk={num_topk}]"
             num_local = ExpertPartition(experts, self.num_ranks).num_local(self.rank)
+            weights = check.check_weights(topk_weights, (num_tokens, num_topk), self.device, words)
             return DispatchRequest(
                 x=rows,
                 topk_idx=idx,
-                topk_weights=check.check_weights(topk_weights, (num_tokens, num_topk), self.device, words),
+                topk_weights=weights,
                 handle=plan,
                 stats=check.check_stats(cumulative_local_expert_recv_stats, num_local, self.device),
                 num_experts=experts,
@@ -295,14 +300,19 @@ class Buffer:
                 do_expand=do_expand,
                 do_zero_padding=do_zero_padding,
                 use_tma_aligned_col_major_sf=use_tma_aligned_col_major_sf,
-                streams=StreamOptions(previous_event, async_with_compute_stream, allocate_on_comm_stream),
+                streams=StreamOptions(
+                    previous_event,
+                    async_with_compute_stream,
+                    allocate_on_comm_stream,
+                    _any_new((*_parts(rows), idx, weights), (*_parts(x), topk_idx, topk_weights)),
+                ),
             )
 
         backend = self._usable()
         request = self._prepare(backend, "dispatch", build, _dispatch_facts)
         result = self._guarded(lambda: backend.dispatch(request))
         result.handle.buffer_id = self._id
-        parts = request.x if isinstance(request.x, tuple) else (request.x,)
+        parts = _parts(request.x)
         self._last = result.handle, sum(part.shape[1] * part.element_size() for part in parts)
         return result.recv_x, result.recv_topk_idx, result.recv_topk_weights, result.handle, result.event
 
@@ -359,14 +369,21 @@ class Buffer:
             tokens, num_topk = plan.topk_idx.shape
             shape = (rows.shape[0],) if plan.do_expand else (rows.shape[0], num_topk)
             words = f"[rows={shape[0]}]" if plan.do_expand else f"[rows={shape[0]}, num_topk={num_topk}]"
+            weights = check.check_weights(topk_weights, shape, self.device, words)
+            biases = check.check_bias(bias, tokens, rows)
             return CombineRequest(
                 x=rows,
                 handle=plan,
-                topk_weights=check.check_weights(topk_weights, shape, self.device, words),
-                bias=check.check_bias(bias, tokens, rows),
+                topk_weights=weights,
+                bias=biases,
                 apply_weights=apply_weights,
                 num_sms=check.check_int("num_sms", num_sms, 0) or plan.num_sms,
-                streams=StreamOptions(previous_event, async_with_compute_stream, allocate_on_comm_stream),
+                streams=StreamOptions(
+                    previous_event,
+                    async_with_compute_stream,
+                    allocate_on_comm_stream,
+                    _any_new((rows, weights, *biases), (x, topk_weights, *_parts(bias))),
+                ),
             )
 
         backend = self._usable()
@@ -397,7 +414,13 @@ class Buffer:
             dtype: bf16, fp16 or fp32, at most as wide as the buffer's, which is the default.
 
         Returns:
-            `[rows of the handle's layout, hidden]`, uninitialised.
+            `[rows of the handle's layout, hidden]`, uninitialised. An expanded plan is read in place where no token has two
+            rows on this rank.
+
+        Raises:
+            PeerTimeoutError: a peer has not read what the last combine left in this memory. If no dispatch came since that
+                combine, this waits for the peers, blocking the host.
+            CaptureError: it would have to wait during graph capture.
         """
         plan = check.check_handle(handle, self._id)
         kind = self.config.dtype if dtype is None else dtype
@@ -524,7 +547,7 @@ class Buffer:
                 self.config.num_max_tokens_per_rank,
                 "The Buffer's own num_max_tokens_per_rank is the limit",
             ),
-            1 if alignment is None else check.check_int("expert_alignment", alignment, 1),
+            1 if alignment is None else check.check_int("expert_alignment", alignment, 1, _MOST_ALIGNED),
         )
 
     def _alive(self) -> Backend:
@@ -572,6 +595,15 @@ class Buffer:
             raise problem
         assert request is not None
         return request
+
+
+def _parts(given: Any) -> tuple[Any, ...]:
+    return tuple(given) if isinstance(given, tuple | list) else (given,)
+
+
+def _any_new(used: tuple[Any, ...], given: tuple[Any, ...]) -> bool:
+    """Whether a tensor is none of those that were given: it has been converted."""
+    return any(tensor is not None and all(tensor is not other for other in given) for tensor in used)
 
 
 # ---------------------------------------------------------------- what ranks compare

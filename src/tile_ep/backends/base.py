@@ -33,11 +33,16 @@ class BufferConfig:
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """How a collective is ordered against the caller's CUDA work. Ignored where there are no streams."""
+    """How a collective is ordered against the caller's CUDA work. Ignored where there are no streams.
+
+    Attributes:
+        inputs_are_new: some were made of the caller's, on the current stream, perhaps after `previous_event`.
+    """
 
     previous_event: EventOverlap | torch.cuda.Event | None = None
     async_with_compute_stream: bool = False
     allocate_on_comm_stream: bool = False
+    inputs_are_new: bool = False
 
 
 @dataclass(frozen=True)

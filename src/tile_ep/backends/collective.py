@@ -63,7 +63,7 @@ def _running(comm: torch.cuda.Stream | None, options: StreamOptions, inputs: Seq
     event = previous.event if isinstance(previous, EventOverlap) else previous
     if event is not None:
         comm.wait_event(event)
-    else:
+    if event is None or options.inputs_are_new:
         comm.wait_stream(current)
     run = _Run(comm if options.allocate_on_comm_stream or event is not None else current)
     with torch.cuda.stream(comm):

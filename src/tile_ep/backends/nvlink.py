@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
 from dataclasses import dataclass, replace
@@ -22,11 +23,13 @@ from tile_ep.backends.base import (
 from tile_ep.errors import (
     ArgumentError,
     CapacityError,
+    CaptureError,
     DisagreementError,
     PeerTimeoutError,
     RoutingError,
     StaleHandleError,
 )
+from tile_ep.event import EventOverlap
 from tile_ep.handle import EPHandle
 from tile_ep.kernels import combine as combine_kernel
 from tile_ep.kernels import dispatch as dispatch_kernel
@@ -47,6 +50,8 @@ from tile_ep.worlds.base import World
 _PHASES = {**dispatch_kernel.PHASES, **combine_kernel.PHASES}
 _DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 _DEFAULT_MAX_EXPERTS = 1024
+_MOST_AHEAD = 1 << 16  # collectives, as in the kernels' `ep_has_come`
+_OVERFLOWS_KEPT = 256  # dispatches whose overflow the host can look up without asking the device
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ class _Plan:
     row_metadata: torch.Tensor | None  # [rows, K] int32, expanded plans: the rows of each received token
     exact: bool  # the host knows the number of rows
     one_row_each: bool = False  # expanded: no token has two rows on this rank, for all the host knows
+    serial: int = -1  # expanded without host synchronisation: number among such dispatches
 
 
 class _Handle(EPHandle):
@@ -76,6 +82,10 @@ class _Handle(EPHandle):
     @recv_src_metadata.setter
     def recv_src_metadata(self, value: torch.Tensor) -> None:
         pass
+
+
+def _present(*tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    return tuple(tensor for tensor in tensors if tensor is not None)
 
 
 class _Slots:
@@ -137,11 +147,13 @@ class NvlinkBackend:
         self._host = world.host_words(
             2 + ExpertPartition(self._max_experts, world.num_ranks).num_local(0) + world.num_ranks
         )
-        self._overflow = world.host_words(world.num_ranks)
+        self._overflow = world.host_words(_OVERFLOWS_KEPT * world.num_ranks).view(_OVERFLOWS_KEPT, world.num_ranks)
+        self._num_unsynchronised = 0
         self._status_view, self._host_view = self._status.numpy(), self._host.numpy()
         self._overflow_view = self._overflow.numpy()
         self._input: tuple[weakref.ref[EPHandle], weakref.ref[Any]] | None = None
         self._read_since_combine = True
+        self._input_free: EventOverlap | None = None
         self._destroyed = False
 
     @classmethod
@@ -164,11 +176,12 @@ class NvlinkBackend:
         num_local = partition.num_local(self.rank)
         capacity = rank_capacity(self.num_ranks, request.num_max_tokens_per_rank)
         num_blocks = self._num_blocks(request.num_sms)
+        self._check_room(request, topk_idx)
         # Memory of the current stream may still be in use there by what was queued after the event.
         on_comm = request.streams.allocate_on_comm_stream or request.streams.previous_event is not None
 
         world.bound_run_ahead(self.config.pipeline_depth)
-        world.begin(request.streams.previous_event)
+        world.begin(request.streams)
         kept_idx = topk_idx
         if handle is None:
             if request.do_handle_copy:
@@ -178,12 +191,18 @@ class NvlinkBackend:
             if request.do_expand:
                 expanded_rows = world.empty((num_tokens, num_topk), torch.int32, on_comm)
                 row_metadata = world.empty((capacity, num_topk), torch.int32, on_comm)
+            serial = -1
+            if request.do_expand and not request.do_cpu_sync:
+                serial = self._num_unsynchronised
+                self._num_unsynchronised += 1
+                self._overflow_view[serial % _OVERFLOWS_KEPT] = 0
             plan = _Plan(
                 sources=world.empty((num_tokens, num_topk), torch.int32, on_comm),
                 counts=world.empty((2 * self.num_ranks + 2 * num_local,), torch.int32, on_comm),
                 src_metadata=world.empty((capacity, 2), torch.int32, on_comm),
                 row_metadata=row_metadata,
                 exact=request.do_cpu_sync,
+                serial=serial,
             )
         else:
             rows, expanded_rows, plan = handle.dst_buffer_slot_idx, handle.dst_expanded_idx, handle.plan
@@ -209,7 +228,7 @@ class NvlinkBackend:
                 "row_metadata": plan.row_metadata,
                 "stats": request.stats,
                 "host": self._host,
-                "overflow": self._overflow,
+                "overflow": self._overflow[plan.serial % _OVERFLOWS_KEPT],
                 "status": self._status,
                 "rank": self.rank,
                 "num_tokens": num_tokens,
@@ -230,7 +249,6 @@ class NvlinkBackend:
                 "num_blocks": num_blocks,
             },
         )
-        self._read_since_combine = True
         num_rows = capacity
         num_expanded = self._expanded_capacity(request, topk_idx, self.rank) if request.do_expand else 0
         expert_counts: list[int] = []
@@ -245,11 +263,11 @@ class NvlinkBackend:
         received = self._received(
             slot, request, data, scales, topk_idx, num_expanded if request.do_expand else num_rows
         )
-        inputs = (data, topk_idx, rows, plan.sources, plan.counts)
-        event = world.end(
-            request.streams.async_with_compute_stream,
-            (*inputs, *(part for part in (scales, request.topk_weights, request.stats) if part is not None)),
-        )
+        touched = (data, scales, topk_idx, kept_idx, request.topk_weights, request.stats, rows, expanded_rows)
+        kept = (plan.sources, plan.counts, plan.src_metadata, plan.row_metadata)
+        event = world.end(request.streams.async_with_compute_stream, _present(*touched, *kept))
+        if not self._read_since_combine:
+            self._read_since_combine, self._input_free = True, event
         if handle is None:
             if request.do_expand:
                 alone = sum(expert_counts) == num_rows if request.do_cpu_sync else num_topk == 1
@@ -337,17 +355,17 @@ class NvlinkBackend:
         if request.topk_weights is not None:
             recv_weights = rows(layout.topk_weights, 1 if request.do_expand else topk_idx.shape[1], torch.float32)
             recv_weights = recv_weights[:, 0] if request.do_expand else recv_weights
-        with self.world.on_comm_stream():
-            if recv_scales is not None and request.use_tma_aligned_col_major_sf:
-                recv_scales = column_major(recv_scales)
-            if self._slots.may_keep(slot):
-                self._slots.keep(slot, lease)
-            else:
-                recv_data = recv_data.clone()
-                recv_idx = None if recv_idx is None else recv_idx.clone()
-                recv_weights = None if recv_weights is None else recv_weights.clone()
-                if recv_scales is not None and not request.use_tma_aligned_col_major_sf:
-                    recv_scales = recv_scales.clone()
+        after = self.world.after
+        columns = request.use_tma_aligned_col_major_sf
+        if recv_scales is not None and columns:
+            recv_scales = after(functools.partial(column_major, recv_scales))
+        if self._slots.may_keep(slot):
+            self._slots.keep(slot, lease)
+        else:
+            recv_data = after(recv_data.clone)
+            recv_idx = None if recv_idx is None else after(recv_idx.clone)
+            recv_weights = None if recv_weights is None else after(recv_weights.clone)
+            recv_scales = recv_scales if recv_scales is None or columns else after(recv_scales.clone)
         return (recv_data if recv_scales is None else (recv_data, recv_scales)), recv_idx, recv_weights
 
     def _wait_host_counts(self, num_local: int, request: DispatchRequest) -> tuple[int, list[int], list[int]]:
@@ -399,13 +417,35 @@ class NvlinkBackend:
             max(expand_factor_for(partition, rank, *sizes, rows) for rank, rows in over.items()),
         )
 
+    def _check_room(self, request: DispatchRequest, topk_idx: torch.Tensor) -> None:
+        """The buffer's memory was sized for its own `num_experts` and `num_topk`, and alignments up to 128."""
+        if request.num_experts > self._max_experts:
+            raise ArgumentError("num_experts", request.num_experts, f"at most {self._max_experts} on this Buffer")
+        if request.do_expand:
+            most = max(self._expanded_capacity(request, topk_idx, rank) for rank in range(self.num_ranks))
+            if most > self._layout.slot.rows:
+                raise ArgumentError(
+                    "do_expand",
+                    f"a dispatch that may bring {most} rows",
+                    f"at most the {self._layout.slot.rows} rows that this Buffer has room for",
+                    "Build it with the num_topk and num_experts of its expanded dispatches, and align experts to at most 128",
+                )
+
     def _check_overflow(self, handle: EPHandle) -> None:
-        """Raise what an expanded dispatch without host synchronisation has left behind."""
-        words = {rank: int(word) & 0xFFFFFFFF for rank, word in enumerate(self._overflow_view) if word}
-        if words:
-            self._overflow_view[:] = 0
-            sizes = handle.num_max_tokens_per_rank, handle.topk_idx.shape[1], handle.expert_alignment
-            raise self._capacity_error(words, handle.num_experts, sizes)
+        """Raise what the expanded dispatch of `handle`, without host synchronisation, has left behind."""
+        serial = handle.plan.serial
+        if serial < 0:
+            return
+        if self._num_unsynchronised - serial <= _OVERFLOWS_KEPT:
+            needed = [int(word) & 0xFFFFFFFF for word in self._overflow_view[serial % _OVERFLOWS_KEPT]]
+        else:
+            assert handle.num_rows_needed is not None
+            needed = handle.num_rows_needed.tolist()
+        sizes = handle.num_max_tokens_per_rank, handle.topk_idx.shape[1], handle.expert_alignment
+        partition = ExpertPartition(handle.num_experts, self.num_ranks)
+        factor = self.config.expand_factor
+        if any(rows > expanded_capacity(partition, rank, *sizes, factor) for rank, rows in enumerate(needed)):
+            raise self._capacity_error(dict(enumerate(needed)), handle.num_experts, sizes)
 
     # ------------------------------------------------------------ combine
 
@@ -423,11 +463,9 @@ class NvlinkBackend:
         staged = world.tuning.pushes or self._must_stage(x, handle)
 
         world.bound_run_ahead(self.config.pipeline_depth)
-        world.begin(request.streams.previous_event)
+        world.begin(request.streams)
         if request.apply_weights and not staged:  # weights are applied on the way in
-            with world.on_comm_stream():
-                x = x.clone()
-            staged = True
+            x, staged = world.after(x.clone), True
         out = world.empty((num_tokens, x.shape[1]), x.dtype, on_comm)
         out_weights = None
         if request.topk_weights is not None:
@@ -474,6 +512,7 @@ class NvlinkBackend:
                 "status": self._status,
                 "rank": self.rank,
                 "num_tokens": num_tokens,
+                "y_rows": x.shape[0],
                 "capacity": self._layout.slot.rows
                 if spec.mixed
                 else rank_capacity(self.num_ranks, handle.num_max_tokens_per_rank),
@@ -483,21 +522,24 @@ class NvlinkBackend:
                 "num_blocks": num_blocks,
             },
         )
-        self._read_since_combine = False
+        self._read_since_combine, self._input_free = False, None
         self._input = None
-        inputs = (x, handle.topk_idx, handle.dst_buffer_slot_idx, plan.sources, plan.counts, *request.bias)
-        extra = () if request.topk_weights is None else (request.topk_weights,)
-        event = world.end(request.streams.async_with_compute_stream, (*inputs, *extra))
+        touched = (x, request.topk_weights, *request.bias, handle.topk_idx, out, out_weights)
+        kept = (handle.dst_buffer_slot_idx, handle.dst_expanded_idx, plan.sources, plan.counts)
+        metadata = (plan.src_metadata, plan.row_metadata)
+        event = world.end(request.streams.async_with_compute_stream, _present(*touched, *kept, *metadata))
         return CombineResult(out, out_weights, event)
 
     def combine_input(self, handle: EPHandle, dtype: torch.dtype) -> torch.Tensor:
         """`[N, hidden]`: this rank's combine rows themselves. The latest handle it was asked for owns them."""
         self._check_status()
+        # Peers may still be reading what the last combine left here. A dispatch since then shows that they are done, once it is
+        # through; without one, ask.
         if not self._read_since_combine:
-            # Peers may still be reading what the last combine left here. Any dispatch since would have shown that
-            # they are done; without one, ask.
-            self.barrier()
+            self._wait_until_read()
             self._read_since_combine = True
+        if self._input_free is not None:
+            self._input_free.current_stream_wait()
         rows = handle.num_expanded_tokens if handle.do_expand else handle.num_recv_tokens
         if self.world.tuning.pushes or (handle.do_expand and not handle.plan.one_row_each):
             # What crosses is pushed, or one sum per token and rank: nothing can be read in place.
@@ -505,6 +547,28 @@ class NvlinkBackend:
         memory, lease = self.world.lease(self._layout.combine_rows, rows * self.config.hidden * dtype.itemsize)
         self._input = weakref.ref(handle), lease
         return memory.view(dtype).view(rows, self.config.hidden)
+
+    def _wait_until_read(self) -> None:
+        """Until every peer has read what the last combine left in this rank's rows. Blocks the host; local."""
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise CaptureError(
+                "combine_input waits for the readers of the last combine if no dispatch came since, which cannot be captured. "
+                "Dispatch first, or pass other memory to combine"
+            )
+        self.world.synchronize()
+        self._check_status()
+        control = self._layout.control
+        (epoch,) = self.world.words(control.combine_epoch, 1)
+        deadline = time.monotonic() + self.config.timeout_s
+        while True:
+            tags = [word >> 32 & 0xFFFFFFFF for word in self.world.words(control.read_done, self.num_ranks)]
+            missing = [peer for peer, tag in enumerate(tags) if (tag - epoch) & 0xFFFFFFFF >= _MOST_AHEAD]
+            if not missing:
+                return
+            if time.monotonic() > deadline:
+                phase = _PHASES[combine_kernel.PHASE_REUSE]
+                raise PeerTimeoutError(self.rank, phase, missing, epoch, self.config.timeout_s)
+            self.world.pause()
 
     def _must_stage(self, x: torch.Tensor, handle: EPHandle) -> bool:
         """Whether `x` has to be copied into the combine rows.
@@ -544,8 +608,9 @@ class NvlinkBackend:
         self.world.synchronize()
         self.world.gather(None)
         self._status_view[:] = 0
+        self._overflow_view[:] = 0
         self.world.zero(0, self._layout.control.num_bytes)
-        self._read_since_combine = True
+        self._read_since_combine, self._input_free = True, None
         self.world.gather(None)
 
     def destroy(self) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import tilelang.language as T
 
 from tile_ep.kernels import primitives as ep
-from tile_ep.kernels.counting import first_expert, rank_of
+from tile_ep.kernels.counting import expert_of, first_expert, rank_of
 from tile_ep.kernels.reducing import chunk_size, load_sources, sum_rows
 from tile_ep.kernels.spec import Spec
 from tile_ep.layout import ROW_ALIGNMENT, align, ceil_div
@@ -109,6 +109,7 @@ def build(spec: CombineSpec) -> Any:
         status: T.int64,  # a word per peer: what a wait that gave up waited for
         rank: T.int32,
         num_tokens: T.int32,
+        y_rows: T.int32,  # rows of y that are there
         capacity: T.int32,  # rows of a rank, as `sources` counts them; mixed: at least as many as a rank has in either layout
         rows_at: T.int64,  # offsets of the combine input and its weights in a region
         weights_at: T.int64,
@@ -139,7 +140,7 @@ def build(spec: CombineSpec) -> Any:
                 out_weights=ep.u64(out_weights), status=ep.u64(status), rank=rank, capacity=capacity,
                 rows_at=rows_at, weights_at=weights_at, timeout_ns=ep.u64(timeout_ns), num_blocks=num_blocks,
                 block=block, tid=tid, warp=tid // 32, lane=tid % 32, own=own, epoch=epoch, num_tokens=num_tokens,
-                taken=own + T.uint64(spec.control.taken), stage=stage, bars=bars, stage_bars=stage_bars,
+                y_rows=y_rows, taken=own + T.uint64(spec.control.taken), stage=stage, bars=bars, stage_bars=stage_bars,
                 slot_item=slot_item, slot_rows=slot_rows, slot_weight=slot_weight, in_place=in_place,
                 flags=flags,
             )  # fmt: skip
@@ -357,6 +358,8 @@ def _stage_weights(s, c):
     if s.expanded:
         num_local = first_expert(c.rank + 1, s.partition) - first_expert(c.rank, s.partition)
         entries = ep.get(ep.at(c.counts, s.num_ranks + 2 * num_local + c.rank, 4), "int32")
+        # More than there are: the dispatch has overflowed here, and brought nothing.
+        entries = T.if_then_else(entries <= c.y_rows, entries, 0)
     else:
         entries = ep.get(ep.at(c.counts, s.num_ranks - 1, 4), "int32") * s.num_topk
     entry = c.block * s.threads + c.tid
@@ -460,16 +463,17 @@ def _load_mixed(s, c, j, row, source):
     rank_row = T.alloc_var("int32")
     place = T.alloc_var("int32")
     dest = T.alloc_var("int32")
+    expert = T.alloc_var("int32")
     entry = T.int64(row) * s.num_topk + c.lane
     source[0] = -1
     rank_row = -1
     place = -1
-    dest = -1
+    expert = -1
     if T.And(c.lane < s.num_topk, row < j.num_rows):
         rank_row = ep.get(ep.at(j.sources, entry, 4), "int32")
         place = ep.get(ep.at(c.rows, entry, 4), "int32")
-        dest = T.cast(ep.get(ep.at(c.topk_idx, entry, s.index_bytes), s.index_dtype), "int32")
-    dest = T.if_then_else(rank_row >= 0, rank_of(dest, s.partition), -1)
+        expert = expert_of(s, c, row, c.lane)
+    dest = T.if_then_else(T.And(rank_row >= 0, expert >= 0), rank_of(expert, s.partition), -1)
     same = T.match_any_sync(T.if_then_else(dest >= 0, dest, -1 - c.lane))
     if T.And(dest >= 0, ep.lanes_below(same, c.lane) == 0):
         place = T.if_then_else(c.in_place[dest] == 1, place, rank_row)
@@ -495,8 +499,10 @@ def _return_weights(s, c):
     while entry < T.int64(c.num_tokens) * K:
         row = ep.get(ep.at(c.rows, entry, 4), "int32")
         weight = T.float32(0)
+        expert = -1
         if row >= 0:
-            expert = T.cast(ep.get(ep.at(c.topk_idx, entry, s.index_bytes), s.index_dtype), "int32")
+            expert = expert_of(s, c, entry // T.int64(K), entry % T.int64(K))
+        if expert >= 0:
             place = entry % T.int64(K) + T.int64(row) * K
             if s.expanded:
                 place = T.int64(row)

@@ -34,6 +34,12 @@ def selection(s: Any, c: SimpleNamespace, token: ep.Expr, k: ep.Expr) -> ep.Expr
     return T.cast(ep.get(address, s.index_dtype), "int64")
 
 
+def expert_of(s: Any, c: SimpleNamespace, token: ep.Expr, k: ep.Expr) -> ep.Expr:
+    """Entry of topk_idx, -1 where it names no expert: the caller may own the memory, and have changed it since the count."""
+    raw = selection(s, c, token, k)
+    return T.if_then_else(T.And(raw >= T.int64(0), raw < T.int64(s.num_experts)), T.cast(raw, "int32"), -1)
+
+
 def tally(s: Any, c: SimpleNamespace, block: ep.Expr, column: ep.Expr) -> ep.Expr:
     """Address of a tally: before the exchange of a block's own, afterwards (of columns that were scanned) of all earlier."""
     return ep.at(c.own + T.uint64(s.control.tallies), block * s.control.columns + column, 4)
@@ -415,7 +421,7 @@ def report_counts(s, c):
             value = c.local_count[i]
             ep.put(ep.at(c.counts, R + num_local + i, 4), value, "int32")
             if s.host_counts:
-                ep.store_release(ep.at(c.host, 1 + i, 8), ep.tagged(c.epoch, value))
+                ep.store_release(ep.at(c.host, 1 + i, 8), ep.said(value))
             if s.has_stats:
                 ep.put(ep.at(c.stats, i, 4), ep.get(ep.at(c.stats, i, 4), "int32") + value, "int32")
             i = i + s.threads
@@ -425,10 +431,10 @@ def report_counts(s, c):
                 value = T.if_then_else(c.needed[i] < 0, -1 - c.needed[i], c.needed[i])
                 ep.put(ep.at(c.counts, R + 2 * num_local + i, 4), value, "int32")
                 if s.host_counts:
-                    ep.store_release(ep.at(c.host, 2 + num_local + i, 8), ep.tagged(c.epoch, value))
+                    ep.store_release(ep.at(c.host, 2 + num_local + i, 8), ep.said(value))
                 else:
                     if c.needed[i] < 0:
-                        ep.store_release(ep.at(c.overflow, i, 8), ep.tagged(c.epoch, value))
+                        ep.store_release(ep.at(c.overflow, i, 8), ep.said(value))
                 i = i + s.threads
         if c.tid == 0:
             _report_sums(s, c, num_local)
@@ -443,7 +449,7 @@ def _report_sums(s, c, num_local):
         running = running + c.count[source, c.rank]
         ep.put(ep.at(c.counts, source, 4), running, "int32")
     if s.host_counts:
-        ep.store_release(c.host, ep.tagged(c.epoch, running))
+        ep.store_release(c.host, ep.said(running))
     running = 0
     for e in T.serial(num_local):
         if s.expanded:
@@ -454,4 +460,4 @@ def _report_sums(s, c, num_local):
     if s.host_counts:
         bad = ep.get(c.own + T.uint64(s.control.num_bad), "int32")
         ep.put(c.own + T.uint64(s.control.num_bad), 0, "int32")
-        ep.store_release(ep.at(c.host, 1 + num_local, 8), ep.tagged(c.epoch, bad))
+        ep.store_release(ep.at(c.host, 1 + num_local, 8), ep.said(bad))

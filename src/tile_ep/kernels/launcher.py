@@ -96,7 +96,7 @@ class CudaKernel:
 
 _NUMBERS = {
     *("rank", "num_tokens", "max_tokens", "slot", "slots_at", "slot_bytes", "scales_at", "idx_at", "weights_at"),
-    *("source_at", "rows_at", "timeout_ns", "larger_rows", "smaller_rows"),
+    *("source_at", "rows_at", "timeout_ns", "larger_rows", "smaller_rows", "y_rows"),
 }
 _CUDA_KERNELS: dict[KernelSpec, CudaKernel] = {}
 

@@ -58,10 +58,12 @@ EP_DEVICE void ep_record_timeout(uint64_t status, int phase, int peer, uint64_t 
   ep_store_release_sys(status + 8 * peer, (epoch << 32) | static_cast<uint64_t>(phase));
 }
 
-// Whether a word carries this epoch or a later one: who is collectives ahead has done what was waited for, too. (A count of
-// a later dispatch cannot be there: its sender would have needed this rank to enter that dispatch.)
+// Whether a word carries this epoch or one a little later: who is collectives ahead has done what was waited for, too. (A
+// count of a later dispatch cannot be there: its sender would have needed this rank to enter that dispatch.) What lies further
+// ahead is a word from long ago, or one that was never written.
 EP_DEVICE bool ep_has_come(uint64_t word, uint64_t epoch) {
-  return static_cast<int32_t>(static_cast<uint32_t>(word >> 32) - static_cast<uint32_t>(epoch)) >= 0;
+  constexpr uint32_t kMostAhead = 1u << 16;
+  return static_cast<uint32_t>(word >> 32) - static_cast<uint32_t>(epoch) < kMostAhead;
 }
 
 // Waits until the upper half of the word has come to `epoch`; returns its lower half, or -1 after `timeout_ns`.

@@ -114,6 +114,11 @@ def tagged(epoch: Expr, value: Expr) -> Expr:
     return (epoch << T.uint64(32)) | u64(value)
 
 
+def said(value: Expr) -> Expr:
+    """A word for the host: `value` in its lower half, and never zero."""
+    return T.uint64(1 << 63) | u64(value)
+
+
 def wait_tag(address: Expr, epoch: Expr, status: Expr, phase: int, peer: Expr, timeout_ns: Expr) -> Expr:
     """Wait until the word at `address` carries `epoch`; its value as int64, or -1 after `timeout_ns`.
 

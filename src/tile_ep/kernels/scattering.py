@@ -11,7 +11,7 @@ from typing import Any
 import tilelang.language as T
 
 from tile_ep.kernels import primitives as ep
-from tile_ep.kernels.counting import first_expert, rank_of, selection, tally
+from tile_ep.kernels.counting import expert_of, first_expert, rank_of, tally
 
 PHASE_DONE = 3
 
@@ -62,7 +62,7 @@ def _address_token(s, c, token, part, to):
         if s.expanded:
             row = ep.get(ep.at(c.expanded_rows, entry, 4), "int32")
     if rank_row != -1:
-        expert = T.cast(selection(s, c, token, c.lane), "int32")
+        expert = expert_of(s, c, token, c.lane)
     if s.has_weights:
         if T.And(c.lane < K, part == 0):
             weight = ep.get(ep.at(c.topk_weights, entry, 4), "float32")
@@ -283,8 +283,9 @@ def fill_expanded(s, c):
     num_local = first_expert(c.rank + 1, s.partition) - first_expert(c.rank, s.partition)
     most = T.if_then_else(c.rank < s.num_experts % R, c.larger_rows, c.smaller_rows)
     start = 0
-    fits = True
-    if not s.cached:
+    if s.cached:
+        fits = ep.get(ep.at(c.counts, R + 2 * num_local + c.rank, 4), "int32") <= most
+    else:
         fits = c.needed[c.rank] >= 0
     if fits:
         for e in T.serial(num_local):

@@ -7,11 +7,12 @@ simulation is the world's business.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 
+from tile_ep.backends.base import StreamOptions
 from tile_ep.event import EventOverlap
 from tile_ep.kernels.launcher import KernelSpec
 from tile_ep.kernels.tuning import Tuning
@@ -48,8 +49,8 @@ class World(Protocol):
         """int64 zeros that kernels write and the host reads at once."""
         ...
 
-    def begin(self, previous_event: EventOverlap | torch.cuda.Event | None) -> None:
-        """The collective that follows waits for this event, or for the caller's work so far."""
+    def begin(self, streams: StreamOptions) -> None:
+        """The collective that follows waits for the event named there, or for the caller's work so far."""
         ...
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, on_comm_stream: bool) -> torch.Tensor:
@@ -60,8 +61,12 @@ class World(Protocol):
         """Run a kernel, or enqueue it. Tensors are passed by address. Collective where the kernel is."""
         ...
 
-    def on_comm_stream(self) -> Any:
-        """Context in which torch operations follow the collective."""
+    def after(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What torch operations make of results of the collective, which they follow."""
+        ...
+
+    def words(self, offset: int, number: int) -> list[int]:
+        """64-bit words of this rank's region, as they are now."""
         ...
 
     def end(self, asynchronous: bool, temporaries: tuple[torch.Tensor, ...]) -> EventOverlap:

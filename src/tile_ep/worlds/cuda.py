@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from tile_ep.backends.base import StreamOptions
 from tile_ep.errors import CaptureError
 from tile_ep.event import EventOverlap
 from tile_ep.kernels.launcher import CudaKernel, KernelSpec, cuda_kernel, is_compiled
@@ -79,13 +80,14 @@ class CudaDevice:
         """int64 zeros in pinned memory."""
         return torch.zeros(number, dtype=torch.int64, pin_memory=True)
 
-    def begin(self, previous_event: EventOverlap | torch.cuda.Event | None) -> None:
+    def begin(self, streams: StreamOptions) -> None:
         """The communication stream waits for the event, or for the current stream; and for readers of freed slots."""
-        event = previous_event.event if isinstance(previous_event, EventOverlap) else previous_event
-        if event is None:
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        else:
+        given = streams.previous_event
+        event = given.event if isinstance(given, EventOverlap) else given
+        if event is not None:
             self._stream.wait_event(event)
+        if event is None or streams.inputs_are_new:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
         while self._released and not torch.cuda.is_current_stream_capturing():
             self._stream.wait_event(self._released.pop())
 
@@ -93,12 +95,7 @@ class CudaDevice:
         """Uninitialised device memory, owned by the communication stream or by the current one."""
         if not on_comm_stream:
             return torch.empty(shape, dtype=dtype, device=self.device)
-        with torch.cuda.stream(self._stream):
-            memory = torch.empty(shape, dtype=dtype, device=self.device)
-        if not torch.cuda.is_current_stream_capturing():
-            # Its reader is the current stream: a later collective must not be given it before that has read.
-            memory.record_stream(torch.cuda.current_stream(self.device))
-        return memory
+        return self.after(lambda: torch.empty(shape, dtype=dtype, device=self.device))
 
     def launch(self, spec: KernelSpec, num_blocks: int, arguments: Mapping[str, int | torch.Tensor | None]) -> None:
         """Enqueue a kernel on the communication stream.
@@ -124,9 +121,19 @@ class CudaDevice:
             )
         return cuda_kernel(spec)
 
-    def on_comm_stream(self) -> Any:
-        """Context of the communication stream."""
-        return torch.cuda.stream(self._stream)
+    def after(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What torch operations on the communication stream make."""
+        with torch.cuda.stream(self._stream):
+            memory = make()
+        if not torch.cuda.is_current_stream_capturing():
+            # Its reader is the current stream: a later collective must not be given it before that has read.
+            memory.record_stream(torch.cuda.current_stream(self.device))
+        return memory
+
+    def words(self, offset: int, number: int) -> list[int]:
+        """64-bit words of this rank's region. Waits for the current stream."""
+        words: list[int] = self._adopt(_DeviceMemory(self._base + offset, 8 * number)).view(torch.int64).tolist()
+        return words
 
     def end(self, asynchronous: bool, temporaries: tuple[torch.Tensor, ...]) -> EventOverlap:
         """An event after the collective, for which the current stream waits unless `asynchronous`."""

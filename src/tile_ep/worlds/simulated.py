@@ -6,13 +6,14 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from tile_ep.backends.base import StreamOptions
 from tile_ep.event import EventOverlap
 from tile_ep.kernels import combine, dispatch
 from tile_ep.kernels.launcher import KernelSpec, cuda_source
@@ -169,7 +170,7 @@ class SimulatedWorld:
         """int64 zeros."""
         return torch.zeros(number, dtype=torch.int64)
 
-    def begin(self, previous_event: EventOverlap | torch.cuda.Event | None) -> None:
+    def begin(self, streams: StreamOptions) -> None:
         """There are no streams."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, on_comm_stream: bool) -> torch.Tensor:
@@ -197,9 +198,13 @@ class SimulatedWorld:
     def _holds(self, address: int) -> bool:
         return self.base <= address < self.base + self._region.size
 
-    def on_comm_stream(self) -> Any:
+    def after(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """There are no streams."""
-        return contextlib.nullcontext()
+        return make()
+
+    def words(self, offset: int, number: int) -> list[int]:
+        """64-bit words of this rank's region."""
+        return [int(word) for word in self._region[offset : offset + 8 * number].view(np.int64)]
 
     def end(self, asynchronous: bool, temporaries: tuple[torch.Tensor, ...]) -> EventOverlap:
         """Everything has happened already."""
