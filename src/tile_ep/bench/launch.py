@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from tile_ep.bench.machine import Machine
-from tile_ep.bench.session import Results, Say, Settings, run
+from tile_ep.bench.report import write_json
+from tile_ep.bench.session import Keep, Results, Say, Settings, run
 
 _TIMEOUT = timedelta(seconds=600)
 
@@ -27,17 +28,28 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def execute(settings: Settings, say: Say) -> tuple[Settings, Results] | None:
-    """Run; the settings as they turned out, and the results; `None` on all ranks but the first one."""
+def execute(settings: Settings, say: Say, json_file: Path | None = None) -> tuple[Settings, Results] | None:
+    """Run; the settings as they turned out, and the results; `None` on all ranks but the first one.
+
+    Args:
+        say: told what begins.
+        json_file: what there is so far is written there after each part.
+    """
     machine = Machine.look()
     if under_torchrun():
         with _group(settings) as ranks:
             settings = replace(settings, shape=replace(settings.shape, ranks=ranks))
-            results = run(settings, machine, say if dist.get_rank() == 0 else _say_nothing)
+            first = dist.get_rank() == 0
+            keep = _writer(settings, json_file if first else None)
+            results = run(settings, machine, say if first else _say_nothing, keep)
             return (settings, results) if dist.get_rank() == 0 else None
     if settings.backend == "collective":
-        return settings, _in_processes(settings)
-    return settings, run(settings, machine, say)
+        return settings, _in_processes(settings, json_file)
+    return settings, run(settings, machine, say, _writer(settings, json_file))
+
+
+def _writer(settings: Settings, json_file: Path | None) -> Keep:
+    return lambda results: None if json_file is None else write_json(json_file, settings, results)
 
 
 @contextlib.contextmanager
@@ -58,12 +70,14 @@ def _say_nothing(said: str) -> None:
     """Of all ranks but the first."""
 
 
-def _in_processes(settings: Settings) -> Results:
+def _in_processes(settings: Settings, json_file: Path | None) -> Results:
     """A gloo process for each rank on CPUs."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="tile-ep-") as folder:
         processes = [
-            context.Process(target=_process, args=(rank, Path(folder), settings), daemon=True)
+            context.Process(
+                target=_process, args=(rank, Path(folder), settings, json_file if rank == 0 else None), daemon=True
+            )
             for rank in range(settings.shape.ranks)
         ]
         for process in processes:
@@ -77,14 +91,14 @@ def _in_processes(settings: Settings) -> Results:
         return results
 
 
-def _process(rank: int, folder: Path, settings: Settings) -> None:
+def _process(rank: int, folder: Path, settings: Settings, json_file: Path | None) -> None:
     torch.set_num_threads(1)
     here = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if here is not None:  # the name of the host need not resolve
         os.environ.setdefault("GLOO_SOCKET_IFNAME", here)
     dist.init_process_group("gloo", (folder / "store").as_uri(), _TIMEOUT, world_size=settings.shape.ranks, rank=rank)
     try:
-        results = run(settings, Machine.look(), _say_nothing)
+        results = run(settings, Machine.look(), _say_nothing, _writer(settings, json_file))
         dist.barrier()
     finally:
         dist.destroy_process_group()

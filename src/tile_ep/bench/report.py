@@ -62,7 +62,10 @@ def as_dict(settings: Settings, results: Results) -> dict[str, Any]:
 
 
 def write_json(path: Path, settings: Settings, results: Results) -> None:
-    path.write_text(json.dumps(as_dict(settings, results), indent=1) + "\n")
+    """Replaces the file whole: a run that is cut short leaves the last one."""
+    aside = path.with_name(path.name + ".part")
+    aside.write_text(json.dumps(as_dict(settings, results), indent=1) + "\n")
+    aside.replace(path)
 
 
 def against_peers(figures: list[Figure]) -> list[tuple[Figure, Figure, float]]:

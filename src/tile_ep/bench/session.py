@@ -116,6 +116,7 @@ class Results:
 
 
 Say = Callable[[str], None]
+Keep = Callable[[Results], None]
 
 
 def make_ranks(backend: str, num_ranks: int) -> Ranks:
@@ -133,10 +134,11 @@ class Session:
 
     Args:
         say: told what begins.
+        keep: given what there is so far after each part, so that a run that is cut short leaves that.
     """
 
-    def __init__(self, settings: Settings, machine: Machine, say: Say) -> None:
-        self.settings, self._say = settings, say
+    def __init__(self, settings: Settings, machine: Machine, say: Say, keep: Keep) -> None:
+        self.settings, self._say, self._keep = settings, say, keep
         self.ranks = make_ranks(settings.backend, settings.shape.ranks)
         self.results = Results(machine, self.ranks.name)
         self._alone_in_process = len(self.ranks.here) == self.ranks.num_ranks
@@ -302,6 +304,7 @@ class Session:
             self._say(traceback.format_exc())
         if self.ranks.device.type == "cuda":
             torch.cuda.empty_cache()
+        self._keep(self.results)
 
 
 def _words(shape: Shape) -> str:
@@ -309,9 +312,9 @@ def _words(shape: Shape) -> str:
     return f"{shape.ranks} x {shape.tokens} tokens{skew}"
 
 
-def run(settings: Settings, machine: Machine, say: Say) -> Results:
+def run(settings: Settings, machine: Machine, say: Say, keep: Keep) -> Results:
     """Collective."""
-    return Session(settings, machine, say).run()
+    return Session(settings, machine, say, keep).run()
 
 
 def check(settings: Settings) -> None:

@@ -107,7 +107,7 @@ def bench(
     )
     try:
         check(settings)
-        done = execute(settings, lambda said: aside.print(said, style="dim", markup=False, highlight=False))
+        done = execute(settings, lambda said: aside.print(said, style="dim", markup=False, highlight=False), json_file)
     except (TileEPError, ValueError, RuntimeError, OSError) as error:
         aside.print("error: ", style="bold red", end="")
         aside.print(str(error), markup=False, highlight=False, soft_wrap=True)
