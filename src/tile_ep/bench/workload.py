@@ -12,6 +12,9 @@ from tile_ep.layout import ExpertPartition, expand_factor_for
 ROW_DTYPE = torch.bfloat16
 
 
+_ROUNDING = 5e-3  # relative, of sums of bf16 rows whose partial sums may be rounded too
+
+
 @dataclass(frozen=True)
 class Shape:
     """One point of a measurement.
@@ -189,6 +192,12 @@ class Workload:
         owner = self.owners(self._make_idx(source, number) if idx is None else idx)
         return (owner == destination).any(dim=1).nonzero()[:, 0]
 
+    def rows_for_expert(self, source: int, expert: int, number: int) -> torch.Tensor:
+        """`[rows, H]` of any rank's tokens that select `expert`, ascending."""
+        idx = self.topk_idx[number].get(source)
+        chosen = (self._make_idx(source, number) if idx is None else idx) == expert
+        return self._x_of(source, number)[chosen.any(dim=1)]
+
     def _count(self, routing: list[torch.Tensor]) -> Routed:
         rows, selections = [], []
         for idx in routing:
@@ -238,15 +247,19 @@ class Workload:
             )
             start += sent
 
-    def check_sums(self, rank: int, number: int, out: torch.Tensor) -> None:
-        """Raise unless `out` is the sum of each token's rows, one a destination, in fp32, rounded once. To the bit."""
+    def check_sums(self, rank: int, number: int, out: torch.Tensor, exact: bool = True) -> None:
+        """Raise unless `out` is the sum of each token's rows, one a destination, in fp32, rounded once.
+
+        Args:
+            exact: to the bit; else within what rounding each partial sum costs.
+        """
         x = self.x[number][rank].float()
         total = torch.zeros_like(x)
         for hit in self._hits(rank, number):
             total += torch.where(hit.unsqueeze(1), x, 0)
-        assert torch.equal(out, total.to(out.dtype)), f"rank {rank}: sums differ"
+        self._compare(f"rank {rank}: sums differ", out, total, exact)
 
-    def check_expanded_sums(self, rank: int, number: int, out: torch.Tensor) -> None:
+    def check_expanded_sums(self, rank: int, number: int, out: torch.Tensor, exact: bool = True) -> None:
         """The same for rows per selection: each destination's part is rounded, then summed in the order of `topk_idx`."""
         x, owner = self.x[number][rank].float(), self.owners(self.topk_idx[number][rank])
         total = torch.zeros_like(x)
@@ -254,7 +267,20 @@ class Workload:
             named = (owner == owner[:, k : k + 1]).sum(dim=1, keepdim=True)
             first = (owner[:, :k] != owner[:, k : k + 1]).all(dim=1, keepdim=True)
             total += torch.where(first, (x * named).to(out.dtype).float(), 0)
-        assert torch.equal(out, total.to(out.dtype)), f"rank {rank}: expanded sums differ"
+        self._compare(f"rank {rank}: expanded sums differ", out, total, exact)
+
+    def check_selection_sums(self, rank: int, number: int, out: torch.Tensor) -> None:
+        """The same where every selection brings its own row back: `K` times the token, within rounding."""
+        x = self.x[number][rank].float()
+        self._compare(f"rank {rank}: sums of selections differ", out, x * self.shape.topk, exact=False)
+
+    @staticmethod
+    def _compare(said: str, out: torch.Tensor, total: torch.Tensor, exact: bool) -> None:
+        if exact:
+            assert torch.equal(out, total.to(out.dtype)), said
+        else:
+            error = float((out.float() - total).norm() / total.norm().clamp_min(1e-30))
+            assert error < _ROUNDING, f"{said}, by {error:.1e}"
 
     def _hits(self, rank: int, number: int) -> list[torch.Tensor]:
         owner = self.owners(self.topk_idx[number][rank])

@@ -41,7 +41,7 @@ class Peer(Protocol):
 
 def all_peers() -> dict[str, Peer]:
     """By the name of their module."""
-    from tile_ep.bench.peers import classic, plain_torch
+    from tile_ep.bench.peers import classic, deepep, flashinfer, plain_torch, vdev2d
 
-    modules: tuple[Peer, ...] = (plain_torch, classic)  # type: ignore[assignment]
+    modules: tuple[Peer, ...] = (plain_torch, classic, deepep, flashinfer, vdev2d)  # type: ignore[assignment]
     return {module.__name__.rpartition(".")[2]: module for module in modules}  # type: ignore[attr-defined]
