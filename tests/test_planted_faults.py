@@ -1,7 +1,8 @@
 """The simulator bites: each fault planted into the generated source is found within `SEEDS` seeds.
 
 A fault is a change of the text that TileLang generates for the real kernels, or of their leaves. What it is found by is a
-wrong byte, a deadlock, a misuse of a primitive or a wait that gives up; without it all seeds pass.
+wrong byte, rows still under way when their receiver goes on, a deadlock, a misuse of a primitive or a wait that gives up;
+without it all seeds pass.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tile_ep import Buffer, reference
 from tile_ep.kernels.dispatch import DispatchSpec
 from tile_ep.kernels.launcher import KernelSpec, cuda_source
 from tile_ep.kernels.tuning import SIMULATOR
-from tile_ep.sim import SimError, SimKernel, compile_source
+from tile_ep.sim import Launch, SimError, SimKernel, compile_source
 from tile_ep.worlds import simulated
 
 SEEDS = 40
@@ -33,7 +34,7 @@ class Fault:
     """A change of a kernel's text.
 
     Attributes:
-        kernel: "dispatch" or "combine".
+        kernel: "dispatch", "cached dispatch" (that one alone) or "combine".
         pattern, replacement: as for `re.sub`; every match is replaced, and there must be one.
         why: what the line is for.
         pushes: in the variant of combine that pushes rows.
@@ -46,8 +47,40 @@ class Fault:
     why: str
     pushes: bool = False
 
+    def is_in(self, spec: KernelSpec) -> bool:
+        """Whether it is planted into the kernel of `spec`."""
+        if not isinstance(spec, DispatchSpec):
+            return self.kernel == "combine"
+        return self.kernel == "dispatch" or (self.kernel == "cached dispatch" and spec.cached)
+
+
+ANNOUNCED_EARLY = [
+    Fault(
+        "rows under way",
+        "dispatch",
+        r"ep_bulk_wait_all\(\);",
+        "ep_bulk_wait_read<0>();",
+        "what shared memory held has arrived before the done word says so",
+    ),
+    Fault(
+        "rows under way, cached",
+        "cached dispatch",
+        r"ep_bulk_wait_all\(\);",
+        "ep_bulk_wait_read<0>();",
+        "a cached dispatch tells its peers that rows have arrived, too",
+    ),
+    Fault(
+        "no fence, cached",
+        "cached dispatch",
+        r"ep_fence_sys\(\);",
+        "",
+        "a cached dispatch orders the rows of all blocks before the done word, too",
+    ),
+]
+"""A receiver that looks late enough sees nothing wrong."""
 
 FAULTS = [
+    *ANNOUNCED_EARLY,
     Fault(
         "flag before rows", "dispatch", r"ep_bulk_wait_all\(\);", "", "rows are written before the done word says so"
     ),
@@ -161,8 +194,7 @@ FAULTS = [
 
 def _compiled(spec: KernelSpec, fault: Fault | None) -> SimKernel:
     source = cuda_source(spec)
-    kind = "dispatch" if isinstance(spec, DispatchSpec) else "combine"
-    if fault is not None and fault.kernel == kind:
+    if fault is not None and fault.is_in(spec):
         source = re.sub(fault.pattern, fault.replacement, source)
     return compile_source(source, spec.threads)
 
@@ -209,6 +241,8 @@ class Scenario:
             handles = [output.handle for output in sent]
             counts = [int(handle.psum_num_recv_tokens_per_scaleup_rank[-1]) for handle in handles]
             ys = [[torch.randn(RANKS * TOKENS, 104, generator=random).bfloat16() for _ in counts] for _ in range(3)]
+            if not odd:
+                ys = [[output.recv_x for output in sent], *ys, [output.recv_x for output in sent]]  # type: ignore[list-item]
             back = [reference.combine(y, handles, [output.recv_topk_weights for output in sent]) for y in ys]  # type: ignore[misc]
             self.rounds.append((xs, idxs, weights, sent, counts, ys, back))
 
@@ -241,8 +275,11 @@ class Scenario:
             recv, recv_idx, recv_weights, handle, _ = buffer.dispatch(
                 xs[rank], idxs[rank], weights[rank], do_cpu_sync=False
             )
-            backs = [buffer.combine(y[rank], handle, recv_weights) for y in ys]
+            reads = isinstance(recv, torch.Tensor)  # combines read the rows received, at once, where they were received
+            backs = [buffer.combine(recv, handle, recv_weights)] if reads else []
+            backs += [buffer.combine(y[rank], handle, recv_weights) for y in (ys[1:-1] if reads else ys)]
             again, again_idx, _, _, _ = buffer.dispatch(xs[rank], handle=handle)
+            backs += [buffer.combine(again, handle, recv_weights)] if reads else []
             outputs.append([recv, again, recv_idx, recv_weights, again_idx, *(part for b in backs for part in b[:2])])
         return outputs
 
@@ -279,10 +316,21 @@ def test_without_a_fault_every_seed_passes(pushes: bool, monkeypatch: pytest.Mon
 def test_fault_is_found(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     specs = _plant(monkeypatch, fault)
     found = _first_failure(Scenario, fault.pushes)
-    kinds = [spec for spec in specs if (fault.kernel == "dispatch") == isinstance(spec, DispatchSpec)]
-    assert any(re.search(fault.pattern, cuda_source(spec)) for spec in kinds), "the fault does not apply to the kernels"
+    planted = [cuda_source(spec) for spec in specs if fault.is_in(spec)]
+    assert any(re.search(fault.pattern, source) for source in planted), "the fault does not apply to the kernels"
     assert found is not None, f"not found in {SEEDS} seeds: {fault.why}"
     print(f"{fault.name}: seed {found[0]}: {found[1].splitlines()[0]}")
+
+
+@pytest.mark.parametrize("fault", ANNOUNCED_EARLY, ids=lambda fault: fault.name)
+def test_rows_announced_early_are_wrong_bytes_to_a_combine(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(rank: int, kernel: SimKernel, num_blocks: int, args: dict[str, int], _: tuple[int, int]) -> Launch:
+        return Launch(rank, kernel, num_blocks, args)  # nothing is known to be an inbox
+
+    monkeypatch.setattr(simulated, "Launch", launch)
+    _plant(monkeypatch, fault)
+    found = _first_failure(Scenario)
+    assert found is not None and "differs" in found[1]
 
 
 def test_a_seed_fails_in_the_same_way_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,6 +210,80 @@ def test_atomics_do_not_lose_counts() -> None:
         assert memory["total"][0] == 3 * 2 * 64
 
 
+# ---------------------------------------------------------------- what must have landed when a launch ends
+
+
+def test_what_a_launch_was_sent_has_landed_at_its_end() -> None:
+    def run_pushes(mode: str, seed: int) -> None:
+        memory = Memory(data=words(96), flag=words(4), out=words(96), status=words(4))
+        args = {**memory.addresses(), "mode": sk.PUSH_MODES[mode]}
+        inbox = (memory["data"].ctypes.data, memory["data"].nbytes)
+        kernel = sk.compiled(sk.pushes)
+        launches = [
+            sim.Launch(0, kernel, 1, {**args, "rank": 0}, inbox),  # its own stores do not count
+            sim.Launch(1, kernel, 1, {**args, "rank": 1}, inbox),
+        ]
+        sim.simulate(launches, seed=seed, regions=memory.regions)
+
+    for seed in range(MANY):
+        run_pushes("right", seed)
+    with pytest.raises(sim.SimLateStore, match=r"launch 0 of rank 1 ends .* bulk store .* by rank 0 .* 'data'"):
+        for seed in range(FEW):
+            run_pushes("no wait_all", seed)
+
+
+def simulate_messages(modes: tuple[str, ...], inboxes: tuple[bool, ...], seed: int) -> None:
+    """A launch of rank 0, which sends, for each mode; one of rank 1, which receives, for each of `inboxes`."""
+    memory = Memory(data=words(32), flag=words(4), out=words(32), status=words(4))
+    kernel, data = sk.compiled(sk.message), memory["data"]
+    launches = [
+        sim.Launch(0, kernel, 1, {**memory.addresses(), "rank": 0, "mode": sk.MESSAGE_MODES[mode]}) for mode in modes
+    ]
+    args = {**memory.addresses(), "rank": 1, "mode": sk.MESSAGE_MODES["release"]}
+    launches += [sim.Launch(1, kernel, 1, args, (data.ctypes.data, data.nbytes) if has else (0, 0)) for has in inboxes]
+    sim.simulate(launches, seed=seed, regions=memory.regions)
+
+
+def test_launches_are_counted_to_know_what_must_have_landed() -> None:
+    for seed in range(MANY):
+        simulate_messages(("release", "release"), (True,), seed)  # the second message is not for this launch
+    for inboxes in ((True,), (False, True)):  # the first one is, and is for those that follow
+        with pytest.raises(
+            sim.SimLateStore, match=f"launch {len(inboxes) - 1} of rank 1 ends while a store of launch 0"
+        ):
+            for seed in range(FEW):
+                simulate_messages(("flag first",), inboxes, seed)
+
+
+def give_up(seed: int, come: tuple[bool, ...]) -> None:
+    """Launches of rank 1 that wait for a peer which has come, or has not, while rank 0 stores to rank 1."""
+    names = ("data", "flag", "out", "status", "theirs")
+    memory = Memory(**{name: words(32) for name in names}, absent=words(4), present=words(4))
+    memory["present"].view(np.int64)[0] = 3 << 32
+    at = memory.addresses()
+    launches = [sim.Launch(0, sk.compiled(sk.message), 1, {**at, "rank": 0, "mode": sk.MESSAGE_MODES["release"]})]
+    launches += [
+        sim.Launch(
+            1,
+            sk.compiled(sk.wait_only),
+            1,
+            {**at, "mine": at["present" if has_come else "absent"], "peer": 0, "timeout_ns": 1},
+            (at["data"], memory["data"].nbytes),
+        )
+        for has_come in come
+    ]
+    sim.simulate(launches, seed=seed, regions=memory.regions)
+
+
+def test_who_gave_up_a_wait_reads_nothing() -> None:
+    with pytest.raises(sim.SimLateStore, match="a store of launch 0 by rank 0 "):
+        for seed in range(FEW):
+            give_up(seed, (True,))
+    for seed in range(MANY):
+        give_up(seed, (False,))
+        give_up(seed, (False, True))
+
+
 # ---------------------------------------------------------------- the copy engine
 
 

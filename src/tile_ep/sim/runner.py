@@ -28,12 +28,15 @@ class Launch:
         rank: its number, for reports.
         num_blocks: of the grid.
         args: by parameter name: integers, floats, addresses. Names that the kernel does not have are ignored.
+        inbox: address and size of memory that peers fill while it runs. When it ends, what their launches up to the same
+            number among their rank's have stored there must have landed.
     """
 
     rank: int
     kernel: SimKernel
     num_blocks: int
     args: Mapping[str, int | float]
+    inbox: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -129,11 +132,22 @@ class SimMisuse(SimError):
     """A primitive is used against its rules: a collective, a barrier, the copy engine."""
 
 
+class SimLateStore(SimError):
+    """A launch ends while its inbox is still being written."""
+
+
 class SimStepLimit(SimError):
     """No end within the step limit."""
 
 
-_ERRORS: dict[int, type[SimError]] = {1: SimDeadlock, 2: SimMemoryFault, 3: SimMisuse, 4: SimStepLimit, 5: SimError}
+_ERRORS: dict[int, type[SimError]] = {
+    1: SimDeadlock,
+    2: SimMemoryFault,
+    3: SimMisuse,
+    4: SimStepLimit,
+    5: SimError,
+    6: SimLateStore,
+}
 
 
 class _Launch(ctypes.Structure):
@@ -145,6 +159,8 @@ class _Launch(ctypes.Structure):
         ("dynamic_shared", ctypes.c_uint32),
         ("entry", ctypes.c_void_p),
         ("arguments", ctypes.POINTER(ctypes.c_uint64)),
+        ("inbox", ctypes.c_uint64),
+        ("inbox_bytes", ctypes.c_uint64),
     ]
 
 
@@ -212,6 +228,7 @@ def simulate(
         native.rank, native.num_blocks, native.num_threads = launch.rank, launch.num_blocks, kernel.num_threads
         native.static_shared, native.dynamic_shared = kernel.static_shared_bytes, kernel.dynamic_shared_bytes
         native.entry, native.arguments = kernel.entry, packed
+        native.inbox, native.inbox_bytes = launch.inbox
     native_regions = (_Region * len(regions))()
     for region, wanted in zip(native_regions, regions, strict=True):
         region.address, region.bytes, region.name = wanted.address, wanted.num_bytes, wanted.name.encode()

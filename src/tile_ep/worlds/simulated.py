@@ -191,7 +191,9 @@ class SimulatedWorld:
                     regions.append(MemoryRegion(value.data_ptr(), size, f"{name} of rank {self.rank}"))
             else:
                 values[name] = value or 0
-        launch = Launch(self.rank, simulated_kernel(spec), num_blocks, values)
+        control = spec.control.num_bytes
+        inbox = (self.base + control, self._region.size - control)
+        launch = Launch(self.rank, simulated_kernel(spec), num_blocks, values, inbox)
         tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
         self._simulation.join(_Entry(launch, regions, tensors))
 

@@ -12,6 +12,7 @@ struct SimLaunch {
   uint32_t static_shared, dynamic_shared;
   void (*entry)(const uint64_t *);
   const uint64_t *arguments;
+  uint64_t inbox, inbox_bytes;  // memory that peers fill while the launch runs
 };
 
 struct SimRegion {
@@ -47,6 +48,8 @@ struct Running {
   uint32_t rank_index, first_block, live;  // threads
   size_t first_stack, shared_at;           // of the rank: its launches share them
   Running *next;                           // of the rank
+  uint32_t number;                         // among the launches of the rank
+  bool gave_up;                            // a wait of it, or of an earlier launch of the rank
 };
 
 static Stacks stacks;
@@ -66,6 +69,7 @@ extern "C" void tile_ep_sim_wait_begin(int32_t phase, int32_t peer, uint64_t epo
 
 extern "C" void tile_ep_sim_wait_end(int64_t value) {
   Thread &t = *machine.current;
+  if (value < 0) running[t.in_block->launch].gave_up = true;
   if (value < 0 && result->num_expired < 256) {
     result->expired[result->num_expired++] = {
         t.in_block->rank, static_cast<int32_t>(t.in_block->index), static_cast<int32_t>(t.thread.x), t.phase, t.peer,
@@ -137,10 +141,10 @@ static void add_launches(const SimLaunch *launches, int32_t num_launches) {
     size_t place = 0;
     while (place < ranks.size() && ranks[place].latest->launch->rank != launch.rank) ++place;
     running.push_back({&launch, static_cast<uint32_t>(place), static_cast<uint32_t>(machine.blocks.size()),
-                       num_blocks * static_cast<uint32_t>(launch.num_threads), 0, 0, nullptr});
+                       num_blocks * static_cast<uint32_t>(launch.num_threads), 0, 0, nullptr, 0, false});
     Running &r = running.back();
     if (place == ranks.size()) ranks.push_back({&r, 0, 0});
-    else ranks[place].latest->next = &r, ranks[place].latest = &r;
+    else r.number = ranks[place].latest->number + 1, ranks[place].latest->next = &r, ranks[place].latest = &r;
     for (uint32_t index = 0; index < num_blocks; ++index) add_block(r, index);
     ranks[place].num_threads = std::max<size_t>(ranks[place].num_threads, r.live);
     ranks[place].shared_bytes =
@@ -200,12 +204,41 @@ static void start(Running &r) {
   }
 }
 
-// Starts what the end of the launch of a block lets start. Its stores have all landed by then.
+// Whether a write that `writer` has issued goes to the inbox of `r` and belongs to a launch of the same number, or an earlier one.
+static bool concerns(const Running &r, const Block &writer, uint64_t address, uint32_t bytes) {
+  return writer.rank_index != r.rank_index && running[writer.launch].number <= r.number &&
+         address < r.launch->inbox + r.launch->inbox_bytes && r.launch->inbox < address + bytes;
+}
+
+[[noreturn]] static void fail_late(const Running &r, const char *what, const Thread &writer, uint64_t address) {
+  fail(kLateStore, "launch %u of rank %d ends while a %s of launch %u by %s to %s is under way", r.number,
+       r.launch->rank, what, running[writer.in_block->launch].number, describe(writer).c_str(), locate(address).c_str());
+}
+
+// The n-th launches of all ranks are one collective: once a rank's has ended, unless it gave up, the rank reads what they sent.
+static void check_inbox(const Running &r) {
+  if (r.launch->inbox_bytes == 0 || r.gave_up) return;
+  for (const BulkRead &read : copies.reads) {
+    const Thread &writer = machine.threads[read.thread];
+    if (concerns(r, *writer.in_block, read.address, read.bytes)) fail_late(r, "bulk store", writer, read.address);
+  }
+  for (const Block &b : machine.blocks)
+    for (uint32_t i = b.pending_head; i != 0; i = memory.stores[i - 1].next_in_block) {
+      const Store &s = memory.stores[i - 1];
+      if (concerns(r, b, s.address, s.bytes))
+        fail_late(r, s.pool == kCopiedStores ? "bulk store" : "store", machine.threads[s.point.thread], s.address);
+    }
+}
+
+// What the end of the launch of a block brings, once its last thread has ended: its stores land before the next one starts.
 static void continue_rank(const Block &b) {
   Running &r = running[b.launch];
-  if (r.live != 0 || r.next == nullptr) return;
+  if (r.live != 0) return;
+  check_inbox(r);
+  if (r.next == nullptr) return;
   for (uint32_t id = r.first_block; id < r.first_block + static_cast<uint32_t>(r.launch->num_blocks); ++id)
     while (machine.blocks[id].pending_head != 0) land(machine.blocks[id].pending_head);
+  r.next->gave_up = r.gave_up;
   start(*r.next);
   r.next = nullptr;
 }

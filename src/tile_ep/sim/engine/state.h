@@ -10,7 +10,7 @@
 #include "../include/sim_abi.h"
 #include "fiber.h"
 
-enum Code : int32_t { kOk, kDeadlock, kMemoryFault, kMisuse, kStepLimit, kResources };
+enum Code : int32_t { kOk, kDeadlock, kMemoryFault, kMisuse, kStepLimit, kResources, kLateStore };
 
 // A sequence of numbers that is the same everywhere: xorshift64*, seeded by splitmix64.
 class Random {
