@@ -10,7 +10,7 @@ import torch
 
 from tile_ep.bench.measure import Operation
 from tile_ep.bench.ranks import Ranks
-from tile_ep.bench.workload import FIGURES, Workload
+from tile_ep.bench.workload import FIGURES, Workload, require
 from tile_ep.handle import EPHandle
 
 NAME = "TileEP"
@@ -109,8 +109,8 @@ class Exchange:
         received = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
         source = handle.recv_src_metadata[:received, 0]
         self._workload.check_rows(rank, number, recv_x[:received], source)
-        assert bool((recv_idx[received:] == -1).all()), f"rank {rank}: indices past the rows"
-        assert bool((recv_idx[:received] >= 0).any(dim=1).all()), f"rank {rank}: a row without an expert"
+        require(bool((recv_idx[received:] == -1).all()), f"rank {rank}: indices past the rows")
+        require(bool((recv_idx[:received] >= 0).any(dim=1).all()), f"rank {rank}: a row without an expert")
 
     def _check_sums(self, rank: int, number: int, result: Any) -> None:
         self._workload.check_sums(rank, number, result[0])
@@ -145,8 +145,8 @@ class Exchange:
         first = metadata[:, 2:].gather(1, used.int().argmax(dim=1, keepdim=True))
         self._workload.check_rows(rank, number, recv_x[first[:, 0]], metadata[:, 0])
         for here, row in zip(used.unbind(1), metadata[:, 2:].unbind(1), strict=True):
-            assert torch.equal(recv_x[row[here]], recv_x[first[here, 0]]), f"rank {rank}: expanded rows differ"
-        assert int(used.sum()) == self._workload.routed[number].selected(rank), f"rank {rank}: selections are missing"
+            require(torch.equal(recv_x[row[here]], recv_x[first[here, 0]]), f"rank {rank}: expanded rows differ")
+        require(int(used.sum()) == self._workload.routed[number].selected(rank), f"rank {rank}: selections are missing")
 
     def _check_expanded_sums(self, rank: int, number: int, result: Any) -> None:
         self._workload.check_expanded_sums(rank, number, result[0])

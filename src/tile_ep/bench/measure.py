@@ -10,7 +10,7 @@ from typing import Any
 from tile_ep.bench.ceilings import Ceilings
 from tile_ep.bench.clocks import Spread, slowest
 from tile_ep.bench.ranks import Phase, Ranks, prepare
-from tile_ep.bench.workload import Bytes, Shape, Workload
+from tile_ep.bench.workload import Bytes, Shape, Workload, WrongResultError
 
 _WARM_UP = 3
 _FEWER = 3  # rounds by the host's clock, as a part of all
@@ -23,7 +23,7 @@ class Operation:
     Attributes:
         name: of the figure.
         phases: what a rank calls; the result is that of the last one.
-        check: raises AssertionError where the result, its third argument, is wrong.
+        check: raises WrongResultError where the result, its third argument, is wrong.
         fill: puts the inputs where the operation expects them, before a round whose result is checked.
         before: run before each round, while nothing is under way.
         compiles: the first call may compile, so it runs with a thread a rank.
@@ -148,6 +148,6 @@ def _checked(operation: Operation, ranks: Ranks, first: bool) -> str:
     for rank, result in results.items():
         try:
             operation.check(rank, 0, result)
-        except AssertionError as error:
+        except WrongResultError as error:
             found = found or f"{error}"
     return found

@@ -21,7 +21,7 @@ import torch
 
 from tile_ep.bench.clocks import Spread
 from tile_ep.bench.ranks import LoopbackRanks
-from tile_ep.bench.workload import Shape, Workload
+from tile_ep.bench.workload import Shape, Workload, WrongResultError
 
 _WARM_UP = 3
 _REPLAYS = 20  # of a train: the host enqueues them all before the gate opens
@@ -184,6 +184,6 @@ class _Batch:
         for rank, out in graph.results.items():
             try:
                 self._workload.check_sums(rank, 0, out)
-            except AssertionError as error:
+            except WrongResultError as error:
                 return str(error)
         return ""

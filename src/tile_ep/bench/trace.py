@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ _ROUNDS = 3
 def write_trace(path: Path, ranks: Ranks, workload: Workload, num_sms: int) -> None:
     """Dispatch and combine on all ranks; on CUDA beside a matrix product on the first rank's stream. Collective.
 
-    The file of the first process is written.
+    The file of the first process is written. Names of calls are there where they are made by this thread, which in the
+    simulator they are not.
     """
     exchange = Exchange(ranks, workload, num_sms)
     cuda = ranks.device.type == "cuda"
@@ -43,8 +43,9 @@ def write_trace(path: Path, ranks: Ranks, workload: Workload, num_sms: int) -> N
 
         ranks.each(step)
         with profile(activities=activities) as profiler:
-            for _ in itertools.repeat(None, _ROUNDS):
-                ranks.round([step])
+            for number in range(_ROUNDS):
+                with record_function(f"round {number}"):
+                    ranks.round([step])
             ranks.synchronize()
     if 0 in ranks.here:
         profiler.export_chrome_trace(str(path))

@@ -15,6 +15,16 @@ ROW_DTYPE = torch.bfloat16
 _ROUNDING = 5e-3  # relative, of sums of bf16 rows whose partial sums may be rounded too
 
 
+class WrongResultError(Exception):
+    """A collective gave something else than it should."""
+
+
+def require(holds: bool, said: str) -> None:
+    """Raise `WrongResultError` unless it holds."""
+    if not holds:
+        raise WrongResultError(said)
+
+
 @dataclass(frozen=True)
 class Shape:
     """One point of a measurement.
@@ -230,22 +240,24 @@ class Workload:
     # ------------------------------------------------------------ what must come out
 
     def check_rows(self, rank: int, number: int, rows: torch.Tensor, source: torch.Tensor) -> None:
-        """Raise unless `rows` are those of the tokens `source`, `source rank * T + token`, and all that are due.
+        """Raise unless `rows` are those that are due, in the order of the tokens `source`, `source rank * T + token`.
 
         Args:
             rows: `[N, H]`.
-            source: `[N]`, ascending.
+            source: `[N]`.
+
+        Raises:
+            WrongResultError: they are not.
         """
         due = self.routed[number].received(rank)
-        assert len(rows) == len(source) == due, f"rank {rank}: {len(rows)} rows, {due} are due"
-        assert bool((source[1:] > source[:-1]).all()), f"rank {rank}: rows out of order"
+        require(len(rows) == len(source) == due, f"rank {rank}: {len(rows)} rows, {due} are due")
         start = 0
-        for peer, sent in enumerate(row[rank] for row in self.routed[number].rows):
-            tokens = source[start : start + sent].long() - peer * self.shape.tokens
-            assert torch.equal(rows[start : start + sent], self._x_of(peer, number)[tokens]), (
-                f"rank {rank}: rows differ"
-            )
-            start += sent
+        for peer in range(self.shape.ranks):
+            tokens = self.tokens_for(peer, rank, number)
+            here = slice(start, start + len(tokens))
+            require(torch.equal(source[here].long(), tokens + peer * self.shape.tokens), f"rank {rank}: other tokens")
+            require(torch.equal(rows[here], self._x_of(peer, number)[tokens]), f"rank {rank}: rows differ")
+            start += len(tokens)
 
     def check_sums(self, rank: int, number: int, out: torch.Tensor, exact: bool = True) -> None:
         """Raise unless `out` is the sum of each token's rows, one a destination, in fp32, rounded once.
@@ -277,10 +289,10 @@ class Workload:
     @staticmethod
     def _compare(said: str, out: torch.Tensor, total: torch.Tensor, exact: bool) -> None:
         if exact:
-            assert torch.equal(out, total.to(out.dtype)), said
+            require(torch.equal(out, total.to(out.dtype)), said)
         else:
             error = float((out.float() - total).norm() / total.norm().clamp_min(1e-30))
-            assert error < _ROUNDING, f"{said}, by {error:.1e}"
+            require(error < _ROUNDING, f"{said}, by {error:.1e}")
 
     def _hits(self, rank: int, number: int) -> list[torch.Tensor]:
         owner = self.owners(self.topk_idx[number][rank])
