@@ -85,7 +85,7 @@ def zero_warp(address: Expr, num_bytes: Expr) -> Expr:
 
 
 def index(value: Expr, number: int) -> Expr:
-    """`value`, an int64 that may be anything, as an index below `number`; else -1. It is looked at once: an expression that named
+    """`value`, any int64, as an index below `number`; else -1. It is looked at once: an expression that named
     a load twice would load twice, and TileLang takes what was loaded for non-negative.
     """
     return T.call_extern("int32", "ep_index", value, number)
