@@ -64,23 +64,23 @@ ROUTED = Routed(tokens=[3, 2], rows=[[2, 3], [1, 2]], selections=[[2, 4], [1, 3]
 
 
 @pytest.mark.parametrize(
-    ("name", "memory", "busiest", "wire"),
+    ("name", "memory", "busiest", "wire", "rows"),
     [
         # own + received: 5 + 8 over both; rank 0 has 3 + 3, rank 1 has 2 + 5; 3 rows leave rank 0 and reach rank 1.
-        ("dispatch", 13, 7, 3),
-        ("dispatch, cached", 13, 7, 3),
-        ("combine, zero-copy", 13, 7, 3),
+        ("dispatch", 13, 7, 3, 8),
+        ("dispatch, cached", 13, 7, 3, 8),
+        ("combine, zero-copy", 13, 7, 3, 8),
         # received rows twice more.
-        ("combine, staged", 29, 17, 3),
+        ("combine, staged", 29, 17, 3, 8),
         # own + selections: 5 + 10; rank 0 has 3 + 3, rank 1 has 2 + 7; 4 selections leave rank 0.
-        ("dispatch, expanded", 15, 9, 4),
+        ("dispatch, expanded", 15, 9, 4, 10),
         # own + 2 received + selections: 5 + 16 + 10; rank 1 has 2 + 10 + 7; rows cross, not selections.
-        ("combine, expanded", 31, 19, 3),
+        ("combine, expanded", 31, 19, 3, 8),
     ],
 )
-def test_bytes_by_hand(name: str, memory: int, busiest: int, wire: int) -> None:
-    assert count_bytes(name, ROUTED, 100, one_device=True) == Bytes(100 * memory, 0)
-    assert count_bytes(name, ROUTED, 100, one_device=False) == Bytes(100 * busiest, 100 * wire)
+def test_bytes_by_hand(name: str, memory: int, busiest: int, wire: int, rows: int) -> None:
+    assert count_bytes(name, ROUTED, 100, one_device=True) == Bytes(100 * memory, 0, 100 * rows)
+    assert count_bytes(name, ROUTED, 100, one_device=False) == Bytes(100 * busiest, 100 * wire, 100 * rows)
 
 
 def test_every_figure_says_how_its_bytes_are_counted() -> None:
@@ -90,9 +90,9 @@ def test_every_figure_says_how_its_bytes_are_counted() -> None:
 
 def test_the_ideal_time_is_that_of_the_slower_of_memory_and_links() -> None:
     ceilings = Ceilings(num_bytes=1, copy=10.0, fill=5.0, peer=3.0, peer_both=2.0)
-    assert ceilings.ideal_ms(Bytes(100, 10)) == 10.0
-    assert ceilings.ideal_ms(Bytes(100, 60)) == 30.0
-    assert replace(ceilings, peer=0.0, peer_both=0.0).ideal_ms(Bytes(100, 0)) == 10.0
+    assert ceilings.ideal_ms(Bytes(100, 10, 5)) == 10.0
+    assert ceilings.ideal_ms(Bytes(100, 60, 5)) == 30.0
+    assert replace(ceilings, peer=0.0, peer_both=0.0).ideal_ms(Bytes(100, 0, 5)) == 10.0
 
 
 # ---------------------------------------------------------------- clocks
@@ -244,7 +244,7 @@ def test_a_figure_is_checked_before_and_after_it_is_timed() -> None:
     ranks, work = CountingRanks(), Workload(SHAPE, [0, 1], CPU, 2)
     sets: list[tuple[int, int]] = []
     checked: list[int] = []
-    prepared: list[int] = []
+    prepared: list[tuple[int, int]] = []
 
     def call(rank: int, number: int) -> int:
         sets.append((rank, number))
@@ -254,11 +254,11 @@ def test_a_figure_is_checked_before_and_after_it_is_timed() -> None:
         require(result == rank and number == 0, "another result")
         checked.append(ranks.rounds)
 
-    operation = Operation("dispatch", (call,), right, before=prepared.append)
+    operation = Operation("dispatch", (call,), right, before=lambda rank, number: prepared.append((rank, number)))
     figure = measure("base", "mine", operation, ranks, work, CEILINGS, 3, repeat=4)
     assert checked == [1, 1, ranks.rounds, ranks.rounds]  # both ranks, first and last round
     assert {number for _, number in sets} == {0, 1}
-    assert len(prepared) >= len(sets)
+    assert set(prepared) == set(sets)
     assert (figure.time_ms.samples, figure.wrong, figure.clock, figure.num_sms) == (4, "", "host", 3)
     assert figure.bytes == work.count_bytes("dispatch", True)
     assert figure.share == figure.ideal_ms / figure.time_ms.median
@@ -331,7 +331,7 @@ def test_json_holds_everything_and_is_kept_along_the_way(
     first = said["figures"][0]
     assert set(first) == {
         *("section", "system", "name", "shape", "num_sms", "time_ms", "host_ms", "enqueue_us", "clock", "bytes"),
-        *("ideal_ms", "wrong", "share", "memory_tb_s"),
+        *("ideal_ms", "wrong", "share", "memory_tb_s", "rows_tb_s", "us_per_token"),
     }
     assert set(first["time_ms"]) == {"median", "least", "most", "samples"}
     assert {(one["ours"], one["peer"]) for one in said["against_peers"]} == {
@@ -367,6 +367,7 @@ def test_the_printed_report(simulated: tuple[Settings, Results, Path]) -> None:
         "base: whole calls",
         "our time as a part of a peer's",
         "plain PyTorch",
+        "bytes of combine, staged: as zero-copy",
         "skipped:",
     ):
         assert words in text
@@ -404,7 +405,7 @@ def test_settings_that_contradict_each_other() -> None:
 
 def figure_of(system: str, name: str, ms: float, section: str = "base", **shape: Any) -> Figure:
     spread, point = Spread(ms, ms, ms, 1), replace(SHAPE, **shape)
-    return Figure(section, system, name, point, 4, spread, spread, spread, "device", Bytes(8, 0), ms / 2, "")
+    return Figure(section, system, name, point, 4, spread, spread, spread, "device", Bytes(8, 0, 6), ms / 2, "")
 
 
 def test_ratios_to_peers_are_those_of_the_same_point() -> None:
@@ -424,7 +425,7 @@ def test_ratios_to_peers_are_those_of_the_same_point() -> None:
         ("combine, zero-copy", "combine, staged", 0.5),
         ("combine, staged", "combine, staged", 0.75),
     ]
-    assert figures[0].share == 0.5
+    assert (figures[0].share, figures[0].rows_tb_s, figures[0].us_per_token) == (0.5, 6e-9, 250.0)
 
 
 def hidden_of(gemm: float, collective: float, both: float, order: str = "collective first", sms: int = 8) -> Hidden:
@@ -501,26 +502,35 @@ def test_arguments_that_cannot_be(arguments: list[str], said: str) -> None:
     assert said in done.output
 
 
-def test_the_command_with_a_process_a_rank(tmp_path: Path) -> None:
+def test_a_run_of_processes_that_it_starts() -> None:
+    """gloo on CPUs. That backend has no zero-copy combine."""
+    settings = Settings("collective", SHAPE, sms=[2], sweeps=[], alone=False, repeat=1)
+    done = execute(settings, lambda said: None)
+    assert done is not None and not done[1].wrong
+    assert [figure.name for figure in done[1].figures] == [name for name in FIGURES if name != "combine, zero-copy"]
+
+
+def test_the_command_under_torchrun(tmp_path: Path) -> None:
     """gloo on CPUs; plain PyTorch through `all_to_all_single`."""
-    shape = ["--ranks", "2", "--tokens", "4", "--hidden", "32", "--topk", "2", "--experts", "4", "--repeat", "1"]
+    shape = ["--tokens", "4", "--hidden", "32", "--topk", "2", "--experts", "4", "--repeat", "1"]
     files = ["--json", str(tmp_path / "out.json"), "--plots", str(tmp_path / "plots")]
     files += ["--trace", str(tmp_path / "trace.json")]
-    command = [sys.executable, "-m", "tile_ep.cli", "bench", "--backend", "collective", "--quick", "--sweep", "skew"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*command, *shape, *files],
+        [*command, "-m", "tile_ep.cli", "bench", "--quick", "--section", "skew", "--section", "ranks", *shape, *files],
         capture_output=True,
         text=True,
         check=False,
         timeout=100,
-        env={**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     said = json.loads((tmp_path / "out.json").read_text())
-    ours = [figure for figure in said["figures"] if figure["system"] == "TileEP" and figure["section"] == "base"]
-    assert [figure["name"] for figure in ours[:5]] == [name for name in FIGURES if name != "combine, zero-copy"]
     assert {figure["system"] for figure in said["figures"]} == {"TileEP", "plain PyTorch"}
-    assert not said["wrong"] and not said["failed"]
+    assert {figure["shape"]["ranks"] for figure in said["figures"]} == {2}
+    assert {figure["shape"]["skew"] for figure in said["figures"]} == {0.0, 1.0}
+    assert not said["wrong"] and not said["failed"] and "sweep over ranks" in said["skipped"]
     assert all(figure["bytes"]["wire"] > 0 for figure in said["figures"])
+    assert done.stdout.count("skew: whole calls, slowest rank") == 1  # the first rank speaks for all
     assert (tmp_path / "plots" / "skew.png").read_bytes()[:8] == PNG
     assert {"rank 0: dispatch", "rank 0: combine"} <= names_in(tmp_path / "trace.json")

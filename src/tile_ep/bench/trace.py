@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from tile_ep.bench.exchange import Exchange, opened
+from tile_ep.bench.exchange import Exchange
 from tile_ep.bench.overlap import Gemm
 from tile_ep.bench.ranks import Ranks
 from tile_ep.bench.workload import Workload
@@ -24,7 +24,7 @@ def write_trace(path: Path, ranks: Ranks, workload: Workload, num_sms: int) -> N
     exchange = Exchange(ranks, workload, num_sms)
     cuda = ranks.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    with opened(exchange) as buffers:
+    with exchange.opened() as buffers:
         gemm = Gemm(ranks.device) if cuda else None
 
         def step(rank: int) -> Any:

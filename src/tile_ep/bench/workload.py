@@ -64,10 +64,12 @@ class Bytes:
     Attributes:
         memory: read and written in the memory of the busiest device.
         wire: that cross to or from the busiest device, in its busier direction; 0 where all ranks share one.
+        rows: that go from rank to rank, or stay with theirs, over all ranks, counted once.
     """
 
     memory: int
     wire: int
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -137,12 +139,13 @@ def count_bytes(name: str, routed: Routed, row_bytes: int, one_device: bool) -> 
         + passes.selected * routed.selected(rank)
         for rank in ranks
     ]
-    if one_device:
-        return Bytes(row_bytes * sum(memory), 0)
     crossing = routed.selections if passes.selections_cross else routed.rows
+    moved = row_bytes * sum(map(sum, crossing))
+    if one_device:
+        return Bytes(row_bytes * sum(memory), 0, moved)
     leaving = [sum(crossing[rank]) - crossing[rank][rank] for rank in ranks]
     coming = [sum(row[rank] for row in crossing) - crossing[rank][rank] for rank in ranks]
-    return Bytes(row_bytes * max(memory), row_bytes * max(*leaving, *coming))
+    return Bytes(row_bytes * max(memory), row_bytes * max(*leaving, *coming), moved)
 
 
 class Workload:
@@ -233,9 +236,11 @@ class Workload:
     def count_bytes(self, name: str, one_device: bool) -> Bytes:
         """The mean over all sets."""
         counts = [count_bytes(name, routed, self.shape.row_bytes, one_device) for routed in self.routed]
-        return Bytes(
-            sum(count.memory for count in counts) // len(counts), sum(count.wire for count in counts) // len(counts)
+        memory, wire, rows = (
+            sum(values) // len(counts)
+            for values in zip(*((count.memory, count.wire, count.rows) for count in counts), strict=True)
         )
+        return Bytes(memory, wire, rows)
 
     # ------------------------------------------------------------ what must come out
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from tile_ep.bench.launch import execute, under_torchrun
 from tile_ep.bench.peers import all_peers
 from tile_ep.bench.report import print_report, write_json
-from tile_ep.bench.session import ALL_POINTS, QUICK_POINTS, SWEEPS, Settings, check
+from tile_ep.bench.session import ALL_POINTS, QUICK_POINTS, SWEEPS, Settings
 from tile_ep.bench.workload import FIGURES, Shape
 from tile_ep.errors import TileEPError
 
@@ -106,7 +106,6 @@ def bench(
         trace=trace,
     )
     try:
-        check(settings)
         done = execute(settings, lambda said: aside.print(said, style="dim", markup=False, highlight=False), json_file)
     except (TileEPError, ValueError, RuntimeError, OSError) as error:
         aside.print("error: ", style="bold red", end="")
