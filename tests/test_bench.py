@@ -527,6 +527,7 @@ def test_the_command_under_torchrun(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     said = json.loads((tmp_path / "out.json").read_text())
     assert {figure["system"] for figure in said["figures"]} == {"TileEP", "plain PyTorch"}
+    assert {figure["section"] for figure in said["figures"]} == {"skew"}
     assert {figure["shape"]["ranks"] for figure in said["figures"]} == {2}
     assert {figure["shape"]["skew"] for figure in said["figures"]} == {0.0, 1.0}
     assert not said["wrong"] and not said["failed"] and "sweep over ranks" in said["skipped"]

@@ -43,6 +43,15 @@ class SectionName(str, Enum):
     small = "small"
 
 
+class SweepName(str, Enum):
+    """Parts that vary one thing."""
+
+    tokens = "tokens"
+    sms = "sms"
+    skew = "skew"
+    ranks = "ranks"
+
+
 Backend = Annotated[
     BackendName,
     typer.Option(
@@ -54,8 +63,8 @@ Sections = Annotated[
     list[SectionName] | None, typer.Option("--section", help="Measure only these; by default everything. Repeatable.")
 ]
 Sweeps = Annotated[
-    list[SectionName] | None,
-    typer.Option("--sweep", help="Measure only this sweep (tokens, sms, skew, ranks), besides the base. Repeatable."),
+    list[SweepName] | None,
+    typer.Option("--sweep", help="Measure only this sweep, besides the base. Repeatable."),
 ]
 Sms = Annotated[list[int] | None, typer.Option("--sms", min=1, help="SMs of a collective, a rank. Repeatable.")]
 Peers = Annotated[
@@ -126,12 +135,11 @@ def bench(
         raise typer.Exit(1)
 
 
-def _sections(section: list[SectionName] | None, sweep: list[SectionName] | None) -> set[SectionName]:
+def _sections(section: list[SectionName] | None, sweep: list[SweepName] | None) -> set[SectionName]:
+    sweeps = {SectionName(one.value) for one in sweep or ()}
     if section:
-        return {*section, *(sweep or ())}
-    if sweep:
-        return {SectionName.base, *sweep}
-    return set(SectionName)
+        return {*section, *sweeps}
+    return {SectionName.base, *sweeps} if sweeps else set(SectionName)
 
 
 def _peers(names: list[str] | None) -> tuple[str, ...]:
