@@ -41,6 +41,8 @@ _LAYOUTS = {"rank layout": False, "expanded": True}
 _SHAPE_SMS = (4, 8, 16)
 _DISTINCT = 32  # inputs of a long run, drawn in random order
 _COMPILERS = 12  # processes of this host that compile side by side
+TUNINGS: dict[str, dict[str, bool]] = {"pull": {}, "push": {"pushes": True}, "by-warp": {"by_warp": True}}
+"""Variants of the kernels by name: combine pushes rows, which it otherwise pulls; dispatch copies rows by the warp."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,15 @@ class Ranks:
         raise Skipped("needs the kernels, hence GPUs")
 
 
+def use_tuning(name: str) -> None:
+    """Let every buffer that this process builds on a GPU from now on use a variant of the kernels, one of `TUNINGS`."""
+    if changes := TUNINGS[name]:
+        from tile_ep.kernels.tuning import HOPPER
+        from tile_ep.worlds.cuda import CudaDevice
+
+        CudaDevice.tuning = replace(HOPPER, **changes)  # type: ignore[arg-type]
+
+
 # ---------------------------------------------------------------- the shared list of cases
 
 
@@ -181,22 +192,23 @@ def _run_case(ranks: Ranks, place: Place, case: Case, inputs: cases.Inputs) -> d
         return got
 
 
-def check_compiled(ranks: Ranks, number: int) -> str:
+def check_compiled(ranks: Ranks, number: int, tuning: str) -> str:
     """The same cases with all ranks on one GPU, a share of them on each: it compiles what the other checks will launch."""
     ranks.kernels()
     wanted = [case for expand in _LAYOUTS.values() for case in cases_for(ranks.num_ranks, expand, number)]
     share = wanted[ranks.rank :: ranks.num_ranks]
     context = multiprocessing.get_context("spawn")
     workers = max(1, _COMPILERS // ranks.num_ranks)
-    with ProcessPoolExecutor(workers, context, _see_one_device, (torch.cuda.current_device(),)) as pool:
+    with ProcessPoolExecutor(workers, context, _see_one_device, (torch.cuda.current_device(), tuning)) as pool:
         wrong = [error for error in pool.map(_run_on_one_device, share) if error is not None]
     if wrong:
         raise AssertionError(f"{len(wrong)} of {len(share)} cases:\n" + "\n".join(wrong[:3]))
     return f"{len(wanted)} cases with all ranks on one GPU"
 
 
-def _see_one_device(index: int) -> None:
+def _see_one_device(index: int, tuning: str) -> None:
     """Called in a new process, which has not looked for GPUs yet."""
+    use_tuning(tuning)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
 
@@ -622,7 +634,7 @@ class Report:
 def all_checks(ranks: Ranks, options: argparse.Namespace) -> dict[str, Callable[[], str]]:
     """By name, in order."""
     checks: dict[str, Callable[[], str]] = {
-        "compile": functools.partial(check_compiled, ranks, options.cases),
+        "compile": functools.partial(check_compiled, ranks, options.cases, options.tuning),
     }
     for layout, expand in _LAYOUTS.items():
         checks[f"cases, {layout}"] = functools.partial(check_cases, ranks, expand, options.cases)
@@ -640,7 +652,12 @@ def all_checks(ranks: Ranks, options: argparse.Namespace) -> dict[str, Callable[
         checks[f"graph, {layout}"] = functools.partial(check_graph, ranks, expand, min(options.rounds, 200))
     for phase in ("dispatch", "combine"):
         checks[f"absent rank, {phase}"] = functools.partial(check_absent, ranks, phase, options.absent)
-    return {name: check for name, check in checks.items() if options.only is None or options.only in name}
+    wanted, unwanted = options.only or [""], options.skip or []
+    return {
+        name: check
+        for name, check in checks.items()
+        if any(part in name for part in wanted) and not any(part in name for part in unwanted)
+    }
 
 
 def _places(backend: str | None) -> list[Place]:
@@ -669,7 +686,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tokens", type=int, default=2048, help="of a rank, where two backends are compared at V3 shape"
     )
-    parser.add_argument("--only", help="run just the checks whose name contains this")
+    parser.add_argument("--only", action="append", help="run just the checks whose name contains this; repeatable")
+    parser.add_argument("--skip", action="append", help="leave out the checks whose name contains this; repeatable")
+    parser.add_argument("--tuning", choices=TUNINGS, default="pull", help="variant of the kernels")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds that a buffer waits for a peer")
     parser.add_argument("--absent", type=float, default=6.0, help="seconds that a buffer waits for the absent rank")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds that one check may take")
@@ -691,12 +710,16 @@ def main(arguments: list[str] | None = None) -> int:
             "start it under torchrun, a process for each rank: torchrun --nproc-per-node N -m tile_ep.selftest_processes"
         )
         return 2
+    if not __debug__:
+        print("run it without -O: the checks are assertions")
+        return 2
     os.environ.pop("TILE_EP_BACKEND", None)  # every buffer here says which backend it wants
     try:
         places = _places(options.backend)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
+    use_tuning(options.tuning)
     _use_loopback_interface()
     faulthandler.dump_traceback_later(options.limit, exit=True)
     nccl = places[-1].device.type == "cuda"
