@@ -16,6 +16,7 @@ if shutil.which("g++") is None:
 
 import tile_ep
 from tile_ep import ArgumentError, Buffer, CapacityError, PeerTimeoutError, reference
+from tile_ep.backends.nvlink import _Slots
 from tile_ep.worlds.loopback import Loopback
 from tile_ep.worlds.simulated import SimulatedWorld
 
@@ -53,6 +54,20 @@ def test_what_a_buffer_has_no_room_for_is_refused(built: dict[str, Any], asked: 
             buffer.dispatch(x[rank], idx[rank], **asked)
 
     with open_ranks(**built) as ranks:
+        ranks.run(dispatch)
+
+
+def test_more_experts_than_the_tables_of_a_block_hold_are_refused() -> None:
+    x, idx = draw(1)
+
+    def dispatch(rank: int, buffer: Buffer) -> None:
+        assert buffer.dispatch(x[rank], idx[rank], num_experts=4000)[3].num_recv_tokens == (
+            0 if rank else RANKS * TOKENS
+        )
+        with pytest.raises(ArgumentError, match="num_experts: got 4000"):
+            buffer.dispatch(x[rank], idx[rank], num_experts=4000, do_expand=True)
+
+    with open_ranks(num_experts=4000) as ranks:
         ranks.run(dispatch)
 
 
@@ -237,6 +252,38 @@ def test_a_reader_that_does_not_come_is_named() -> None:
 
     with open_ranks(timeout_s=2.0) as ranks:
         ranks.run(written)
+
+
+def test_minus_zero_read_in_place_is_a_sum_like_any_other() -> None:
+    """A rank's sum of one row starts at +0, whether it is made by the rank or by whoever pulls the row."""
+    x = torch.zeros(4, HIDDEN).bfloat16()
+    idx = torch.tensor([[0], [1], [0], [1]])
+    minus = torch.full((4, HIDDEN), -0.0).bfloat16()
+
+    def sums(rank: int, buffer: Buffer) -> list[torch.Tensor]:
+        handle = buffer.dispatch(x, idx, do_expand=True)[3]
+        rows = torch.full((handle.num_expanded_tokens, HIDDEN), -0.0).bfloat16()
+        staged = buffer.combine(rows, handle, bias=minus)[0]
+        buffer.barrier()
+        in_place = buffer.combine(buffer.combine_input(handle).copy_(rows), handle, bias=minus)[0]
+        return [staged, in_place]
+
+    with open_ranks(num_topk=1, num_experts=2) as ranks:
+        for staged, in_place in ranks.run(sums):
+            assert torch.equal(staged.view(torch.int16), in_place.view(torch.int16))
+            assert not staged.view(torch.int16).any(), "+0"
+
+
+def test_a_slot_of_a_captured_dispatch_is_not_handed_out() -> None:
+    """Replays overwrite it, whether or not anything refers to it."""
+    slots = _Slots(3)
+    captured = slots.take()
+    assert slots.may_keep(captured, capturing=True)
+    taken = [slots.take() for _ in range(6)]
+    assert captured in taken, "rows may land there, and be copied out"
+    assert not slots.may_keep(captured, capturing=False)
+    assert all(slots.may_keep(slot, capturing=False) for slot in taken if slot != captured)
+    assert slots.may_keep(captured, capturing=True)
 
 
 # ---------------------------------------------------------------- long lives

@@ -94,6 +94,7 @@ class _Slots:
     def __init__(self, number: int) -> None:
         self._leases: list[weakref.ref[Any] | None] = [None] * number
         self._next = 0
+        self._captured: set[int] = set()
 
     def _is_free(self, slot: int) -> bool:
         lease = self._leases[slot]
@@ -108,8 +109,14 @@ class _Slots:
                 return slot
         raise AssertionError("every receive slot is leased")
 
-    def may_keep(self, slot: int) -> bool:
-        """Whether another slot stays free for the next dispatch if this one is handed out."""
+    def may_keep(self, slot: int, capturing: bool) -> bool:
+        """Whether another slot stays free for the next dispatch if this one is handed out. A slot in which the dispatch of a
+        captured graph lands is overwritten by each replay: from then on it is handed out to captured dispatches only.
+        """
+        if capturing:
+            self._captured.add(slot)
+        elif slot in self._captured:
+            return False
         return any(self._is_free(other) for other in range(len(self._leases)) if other != slot)
 
     def keep(self, slot: int, lease: weakref.ref[Any]) -> None:
@@ -176,7 +183,9 @@ class NvlinkBackend:
         num_local = partition.num_local(self.rank)
         capacity = rank_capacity(self.num_ranks, request.num_max_tokens_per_rank)
         num_blocks = self._num_blocks(request.num_sms)
-        self._check_room(request, topk_idx)
+        exact = request.do_cpu_sync if handle is None else handle.plan.exact
+        spec = self._dispatch_spec(request, data, scales, topk_idx, exact)
+        self._check_room(request, topk_idx, spec)
         # Memory of the current stream may still be in use there by what was queued after the event.
         on_comm = request.streams.allocate_on_comm_stream or request.streams.previous_event is not None
 
@@ -201,14 +210,13 @@ class NvlinkBackend:
                 counts=world.empty((2 * self.num_ranks + 2 * num_local,), torch.int32, on_comm),
                 src_metadata=world.empty((capacity, 2), torch.int32, on_comm),
                 row_metadata=row_metadata,
-                exact=request.do_cpu_sync,
+                exact=exact,
                 serial=serial,
             )
         else:
             rows, expanded_rows, plan = handle.dst_buffer_slot_idx, handle.dst_expanded_idx, handle.plan
         slot = self._slots.take()
         layout = self._layout.slot
-        spec = self._dispatch_spec(request, data, scales, topk_idx, exact=plan.exact)
         if request.do_cpu_sync:
             self._host_view[:] = 0
         world.launch(
@@ -359,7 +367,7 @@ class NvlinkBackend:
         columns = request.use_tma_aligned_col_major_sf
         if recv_scales is not None and columns:
             recv_scales = after(functools.partial(column_major, recv_scales))
-        if self._slots.may_keep(slot):
+        if self._slots.may_keep(slot, self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             self._slots.keep(slot, lease)
         else:
             recv_data = after(recv_data.clone)
@@ -417,8 +425,16 @@ class NvlinkBackend:
             max(expand_factor_for(partition, rank, *sizes, rows) for rank, rows in over.items()),
         )
 
-    def _check_room(self, request: DispatchRequest, topk_idx: torch.Tensor) -> None:
-        """The buffer's memory was sized for its own `num_experts` and `num_topk`, and alignments up to 128."""
+    def _check_room(self, request: DispatchRequest, topk_idx: torch.Tensor, spec: DispatchSpec) -> None:
+        """The buffer's memory was sized for its own `num_experts` and `num_topk`, and alignments up to 128; that of a block for
+        some thousand experts.
+        """
+        if spec.shared_bytes > dispatch_kernel.MOST_SHARED_BYTES:
+            raise ArgumentError(
+                "num_experts",
+                request.num_experts,
+                f"at most as many as the tables of a block have room for, {dispatch_kernel.MOST_SHARED_BYTES} bytes",
+            )
         if request.num_experts > self._max_experts:
             raise ArgumentError("num_experts", request.num_experts, f"at most {self._max_experts} on this Buffer")
         if request.do_expand:

@@ -10,7 +10,7 @@ import torch
 
 from tile_ep.bench.measure import Operation
 from tile_ep.bench.ranks import Ranks
-from tile_ep.bench.workload import FIGURES, Workload
+from tile_ep.bench.workload import FIGURES, Workload, require
 from tile_ep.handle import EPHandle
 
 NAME = "TileEP"
@@ -36,18 +36,26 @@ class Exchange:
         self.name, self.num_sms = name, num_sms
         self._ranks, self._workload, self._names, self._tuning = ranks, workload, names, tuning
         self._buffers: Any = None
+        self._memory: dict[int, torch.Tensor] = {}
+
+    @contextlib.contextmanager
+    def opened(self, expand_factor: float = 1.0) -> Iterator[Any]:
+        """Its buffers, by rank, while the context lasts. Collective."""
+        with self._ranks.open(self._workload.shape, expand_factor, self._tuning) as buffers:
+            self._buffers = buffers
+            try:
+                yield buffers
+            finally:
+                self._memory.clear()
+                self._buffers = None
 
     def operations(self) -> Iterator[Operation]:
         """One after the other; each is to be measured before the next one is asked for."""
         expands = any("expanded" in name for name in self._names)
         factor = self._workload.expand_factor if expands else 1.0
-        with self._ranks.open(self._workload.shape, factor, self._tuning) as buffers:
-            self._buffers = buffers
-            try:
-                for operations in (self._rank_layout(), self._expanded()):
-                    yield from (operation for operation in operations if operation.name in self._names)
-            finally:
-                self._buffers = None
+        with self.opened(factor):
+            for operations in (self._rank_layout(), self._expanded()):
+                yield from (operation for operation in operations if operation.name in self._names)
 
     def plan(self, **options: Any) -> tuple[list[dict[int, EPHandle]], list[dict[int, torch.Tensor]]]:
         """By set and rank: handles of exact sizes, and the received rows, copied out of their slots. Collective."""
@@ -82,35 +90,38 @@ class Exchange:
         def cached(rank: int, number: int) -> Any:
             return self._buffers[rank].dispatch(workload.x[number][rank], handle=handles[number][rank], **options)
 
-        def in_place(rank: int, number: int) -> torch.Tensor:
-            memory: torch.Tensor = self._buffers[rank].combine_input(handles[number][rank])
-            return memory
+        def ask(rank: int, number: int) -> None:
+            self.ask_for_input(rank, handles[number][rank])
 
         def fill(rank: int, number: int) -> None:
-            in_place(rank, number).copy_(rows[number][rank])
+            self._memory[rank].copy_(rows[number][rank])
 
         def zero_copy(rank: int, number: int) -> Any:
-            return self._buffers[rank].combine(in_place(rank, number), handles[number][rank], **options)
+            return self.combine_in_place(rank, handles[number][rank], **options)
 
         def staged(rank: int, number: int) -> Any:
             return self._buffers[rank].combine(rows[number][rank], handles[number][rank], **options)
 
         yield Operation("dispatch, cached", (cached,), self._check_rows)
         if self._buffers[self._ranks.here[0]].backend_name != "collective":  # that one has no zero-copy
-            yield Operation("combine, zero-copy", (zero_copy,), self._check_sums, fill, self._forget_readers)
+            yield Operation("combine, zero-copy", (zero_copy,), self._check_sums, fill, ask)
         yield Operation("combine, staged", (staged,), self._check_sums)
 
-    def _forget_readers(self, rank: int) -> None:
-        """After all ranks have been waited for, nobody reads the combine rows any more: `combine_input` need not ask."""
-        self._buffers[rank]._backend._read_since_combine = True
+    def ask_for_input(self, rank: int, handle: EPHandle) -> torch.Tensor:
+        """Memory for the rows of the next `combine_in_place`. Waits for the host: a layer asks for it while experts run."""
+        self._memory[rank] = self._buffers[rank].combine_input(handle)
+        return self._memory[rank]
+
+    def combine_in_place(self, rank: int, handle: EPHandle, **options: Any) -> Any:
+        return self._buffers[rank].combine(self._memory[rank], handle, **options)
 
     def _check_rows(self, rank: int, number: int, result: Any) -> None:
         recv_x, recv_idx, _, handle, _ = result
         received = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
         source = handle.recv_src_metadata[:received, 0]
         self._workload.check_rows(rank, number, recv_x[:received], source)
-        assert bool((recv_idx[received:] == -1).all()), f"rank {rank}: indices past the rows"
-        assert bool((recv_idx[:received] >= 0).any(dim=1).all()), f"rank {rank}: a row without an expert"
+        require(bool((recv_idx[received:] == -1).all()), f"rank {rank}: indices past the rows")
+        require(bool((recv_idx[:received] >= 0).any(dim=1).all()), f"rank {rank}: a row without an expert")
 
     def _check_sums(self, rank: int, number: int, result: Any) -> None:
         self._workload.check_sums(rank, number, result[0])
@@ -145,19 +156,8 @@ class Exchange:
         first = metadata[:, 2:].gather(1, used.int().argmax(dim=1, keepdim=True))
         self._workload.check_rows(rank, number, recv_x[first[:, 0]], metadata[:, 0])
         for here, row in zip(used.unbind(1), metadata[:, 2:].unbind(1), strict=True):
-            assert torch.equal(recv_x[row[here]], recv_x[first[here, 0]]), f"rank {rank}: expanded rows differ"
-        assert int(used.sum()) == self._workload.routed[number].selected(rank), f"rank {rank}: selections are missing"
+            require(torch.equal(recv_x[row[here]], recv_x[first[here, 0]]), f"rank {rank}: expanded rows differ")
+        require(int(used.sum()) == self._workload.routed[number].selected(rank), f"rank {rank}: selections are missing")
 
     def _check_expanded_sums(self, rank: int, number: int, result: Any) -> None:
         self._workload.check_expanded_sums(rank, number, result[0])
-
-
-@contextlib.contextmanager
-def opened(exchange: Exchange, expand_factor: float = 1.0) -> Iterator[Any]:
-    """The buffers of an exchange, for calls that are not figures."""
-    with exchange._ranks.open(exchange._workload.shape, expand_factor, exchange._tuning) as buffers:
-        exchange._buffers = buffers
-        try:
-            yield buffers
-        finally:
-            exchange._buffers = None

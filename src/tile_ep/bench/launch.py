@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tile_ep.bench.machine import Machine
 from tile_ep.bench.report import write_json
-from tile_ep.bench.session import Keep, Results, Say, Settings, run
+from tile_ep.bench.session import Keep, Results, Say, Settings, check, run
 
 _TIMEOUT = timedelta(seconds=600)
 
@@ -34,15 +34,20 @@ def execute(settings: Settings, say: Say, json_file: Path | None = None) -> tupl
     Args:
         say: told what begins.
         json_file: what there is so far is written there after each part.
+
+    Raises:
+        ValueError: the settings contradict each other.
     """
     machine = Machine.look()
     if under_torchrun():
         with _group(settings) as ranks:
             settings = replace(settings, shape=replace(settings.shape, ranks=ranks))
+            check(settings)
             first = dist.get_rank() == 0
             keep = _writer(settings, json_file if first else None)
             results = run(settings, machine, say if first else _say_nothing, keep)
-            return (settings, results) if dist.get_rank() == 0 else None
+            return (settings, results) if first else None
+    check(settings)
     if settings.backend == "collective":
         return settings, _in_processes(settings, json_file)
     return settings, run(settings, machine, say, _writer(settings, json_file))

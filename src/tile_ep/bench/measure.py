@@ -9,8 +9,8 @@ from typing import Any
 
 from tile_ep.bench.ceilings import Ceilings
 from tile_ep.bench.clocks import Spread, slowest
-from tile_ep.bench.ranks import Phase, Ranks, prepare
-from tile_ep.bench.workload import Bytes, Shape, Workload
+from tile_ep.bench.ranks import Before, Phase, Ranks, prepare
+from tile_ep.bench.workload import Bytes, Shape, Workload, WrongResultError
 
 _WARM_UP = 3
 _FEWER = 3  # rounds by the host's clock, as a part of all
@@ -23,9 +23,9 @@ class Operation:
     Attributes:
         name: of the figure.
         phases: what a rank calls; the result is that of the last one.
-        check: raises AssertionError where the result, its third argument, is wrong.
+        check: raises WrongResultError where the result, its third argument, is wrong.
         fill: puts the inputs where the operation expects them, before a round whose result is checked.
-        before: run before each round, while nothing is under way.
+        before: run before each round, while nothing is under way. Untimed.
         compiles: the first call may compile, so it runs with a thread a rank.
     """
 
@@ -33,7 +33,7 @@ class Operation:
     phases: tuple[Callable[[int, int], Any], ...]
     check: Callable[[int, int, Any], None]
     fill: Callable[[int, int], None] | None = None
-    before: Callable[[int], None] | None = None
+    before: Callable[[int, int], None] | None = None
     compiles: bool = True
 
 
@@ -74,7 +74,17 @@ class Figure:
 
     @property
     def memory_tb_s(self) -> float:
+        """Bytes read and written in the memory of the busiest device."""
         return self.bytes.memory / self.time_ms.median / 1e9
+
+    @property
+    def rows_tb_s(self) -> float:
+        """Bytes of rows that went from rank to rank, counted once, over all ranks."""
+        return self.bytes.rows / self.time_ms.median / 1e9
+
+    @property
+    def us_per_token(self) -> float:
+        return 1e3 * self.time_ms.median / self.shape.tokens
 
 
 def measure(
@@ -92,13 +102,13 @@ def measure(
     samples: list[float] = []
     enqueue: list[float] = []
     for number in range(_WARM_UP + repeat):
-        one = ranks.round(_of_set(operation, number % workload.num_sets), operation.before)
+        one = ranks.round(*_of_set(operation, number % workload.num_sets))
         one.results.clear()  # frees what the next round lands in
         samples.append(one.ms)
         enqueue.append(one.enqueue_us)
     by_host = []
     for number in range(max(1, repeat // _FEWER)):
-        by_host.append(ranks.host_ms(_of_set(operation, number % workload.num_sets), operation.before))
+        by_host.append(ranks.host_ms(*_of_set(operation, number % workload.num_sets)))
     wrong = wrong or _checked(operation, ranks, first=False)
     everywhere = ranks.gather((samples[_WARM_UP:], by_host, enqueue[_WARM_UP:], wrong))
     times = slowest([one_rank[0] for one_rank in everywhere])
@@ -121,33 +131,35 @@ def measure(
     )
 
 
-def _of_set(operation: Operation, number: int) -> list[Phase]:
-    return [functools.partial(_call, phase, number) for phase in operation.phases]
+def _of_set(operation: Operation, number: int) -> tuple[list[Phase], Before | None]:
+    """What `Ranks.round` takes."""
+    before = None if operation.before is None else functools.partial(_call, operation.before, number)
+    return [functools.partial(_call, phase, number) for phase in operation.phases], before
 
 
-def _call(phase: Callable[[int, int], Any], number: int, rank: int) -> Any:
-    return phase(rank, number)
+def _call(function: Callable[[int, int], Any], number: int, rank: int) -> Any:
+    return function(rank, number)
 
 
 def _checked(operation: Operation, ranks: Ranks, first: bool) -> str:
     """One round on the first set of inputs, compared; what is wrong, or empty. Collective."""
-    phases = _of_set(operation, 0)
+    phases, before = _of_set(operation, 0)
     ranks.synchronize()
     if first and operation.compiles:
         for phase in phases:
-            prepare(ranks.here, operation.before)
+            prepare(ranks.here, before)
             ranks.each(phase)
             ranks.synchronize()
-    prepare(ranks.here, operation.before)
+    prepare(ranks.here, before)
     if operation.fill is not None:
         for rank in ranks.here:
             operation.fill(rank, 0)
         ranks.synchronize()
-    results = ranks.round(phases, operation.before).results
+    results = ranks.round(phases, before).results
     found = ""
     for rank, result in results.items():
         try:
             operation.check(rank, 0, result)
-        except AssertionError as error:
+        except WrongResultError as error:
             found = found or f"{error}"
     return found

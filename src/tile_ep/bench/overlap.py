@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from tile_ep.bench.clocks import Spread, slowest
-from tile_ep.bench.exchange import Exchange, opened
-from tile_ep.bench.ranks import Phase, Ranks
+from tile_ep.bench.exchange import Exchange
+from tile_ep.bench.ranks import Before, Phase, Ranks, prepare
 from tile_ep.bench.workload import Workload
 
 _WARM_UP = 2
@@ -81,12 +81,11 @@ def measure_overlap(ranks: Ranks, workload: Workload, num_sms: int, repeat: int)
     """Dispatch and zero-copy combine, enqueued before the product and after it. Needs CUDA. Collective."""
     exchange = Exchange(ranks, workload, num_sms)
     found = []
-    with opened(exchange) as buffers:
+    with exchange.opened() as buffers:
         handles, rows = exchange.plan()
         gemm = Gemm(ranks.device)
         for rank in ranks.here:
-            exchange._forget_readers(rank)
-            buffers[rank].combine_input(handles[0][rank]).copy_(rows[0][rank])
+            exchange.ask_for_input(rank, handles[0][rank]).copy_(rows[0][rank])
 
         def dispatch(rank: int, ready: torch.cuda.Event) -> Any:
             x, idx = workload.x[0][rank], workload.topk_idx[0][rank]
@@ -95,14 +94,18 @@ def measure_overlap(ranks: Ranks, workload: Workload, num_sms: int, repeat: int)
             )
 
         def combine(rank: int, ready: torch.cuda.Event) -> Any:
-            exchange._forget_readers(rank)  # every round begins when all ranks have been waited for
-            y = buffers[rank].combine_input(handles[0][rank])
-            return buffers[rank].combine(
-                y, handles[0][rank], num_sms=num_sms, previous_event=ready, async_with_compute_stream=True
-            )
+            options: dict[str, Any] = {"previous_event": ready, "async_with_compute_stream": True}
+            return exchange.combine_in_place(rank, handles[0][rank], num_sms=num_sms, **options)
 
-        for name, collective in (("dispatch", dispatch), ("combine, zero-copy", combine)):
-            found += _of_collective(ranks, name, collective, gemm, num_sms, repeat)
+        def ask(rank: int) -> None:
+            exchange.ask_for_input(rank, handles[0][rank])
+
+        collectives: list[tuple[str, Collective, Before | None]] = [
+            ("dispatch", dispatch, None),
+            ("combine, zero-copy", combine, ask),
+        ]
+        for name, collective, before in collectives:
+            found += _of_collective(ranks, name, collective, before, gemm, num_sms, repeat)
     return found
 
 
@@ -110,7 +113,7 @@ Collective = Callable[[int, torch.cuda.Event], Any]
 
 
 def _of_collective(
-    ranks: Ranks, name: str, collective: Collective, gemm: Gemm, num_sms: int, repeat: int
+    ranks: Ranks, name: str, collective: Collective, before: Before | None, gemm: Gemm, num_sms: int, repeat: int
 ) -> list[Hidden]:
     def alone(rank: int) -> Any:
         result = collective(rank, torch.cuda.current_stream().record_event())
@@ -121,10 +124,11 @@ def _of_collective(
         if rank == ranks.here[0]:
             gemm()
 
+    prepare(ranks.here, before)
     ranks.each(alone)
-    collective_ms = _spread(ranks, alone, repeat)
-    gemm.fit(collective_ms.median, lambda: _spread(ranks, product, 5).median)
-    gemm_ms = _spread(ranks, product, repeat)
+    collective_ms = _spread(ranks, alone, before, repeat)
+    gemm.fit(collective_ms.median, lambda: _spread(ranks, product, None, 5).median)
+    gemm_ms = _spread(ranks, product, None, repeat)
     found = []
     for order in ORDERS:
 
@@ -138,15 +142,15 @@ def _of_collective(
             result[-1].current_stream_wait()
             return result
 
-        both_ms = _spread(ranks, both, repeat)
+        both_ms = _spread(ranks, both, before, repeat)
         found.append(Hidden(name, ranks.num_ranks, num_sms, order, gemm.rows, gemm_ms, collective_ms, both_ms))
     return found
 
 
-def _spread(ranks: Ranks, call: Phase, repeat: int) -> Spread:
+def _spread(ranks: Ranks, call: Phase, before: Before | None, repeat: int) -> Spread:
     times = []
     for _ in range(_WARM_UP + repeat):
-        one = ranks.round([call])
+        one = ranks.round([call], before)
         one.results.clear()
         times.append(one.ms)
     return Spread.of(slowest(ranks.gather(times[_WARM_UP:])))

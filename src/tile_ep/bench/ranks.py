@@ -101,7 +101,6 @@ class Gate:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self._cache = Cache(device)
         self.cycles = _GATE_CYCLES
 

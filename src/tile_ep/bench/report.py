@@ -17,6 +17,7 @@ from tile_ep.bench.session import Results, Settings
 from tile_ep.bench.workload import HOW_COUNTED
 
 SCHEMA = 1
+_DERIVED = ("share", "memory_tb_s", "rows_tb_s", "us_per_token")
 
 
 def as_dict(settings: Settings, results: Results) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def as_dict(settings: Settings, results: Results) -> dict[str, Any]:
             "peer_both_tb_s": ceilings.peer_both / 1e9,
         },
         "figures": [
-            {**asdict(figure), "share": figure.share, "memory_tb_s": figure.memory_tb_s} for figure in results.figures
+            {**asdict(figure), **{name: getattr(figure, name) for name in _DERIVED}} for figure in results.figures
         ],
         "against_peers": [
             {
@@ -93,6 +94,8 @@ def print_report(console: Console, settings: Settings, results: Results) -> None
     sections = dict.fromkeys(figure.section for figure in results.figures)
     for section in sections:
         console.print(_figures_table(section, [f for f in results.figures if f.section == section]))
+    for name in dict.fromkeys(figure.name for figure in results.figures):
+        console.print(f"bytes of {name}: {HOW_COUNTED[name]}", highlight=False, style="dim", soft_wrap=True)
     peers = against_peers([figure for figure in results.figures if figure.section == "base"])
     if peers:
         console.print(_peers_table(peers))
@@ -124,6 +127,11 @@ def _print_machine(console: Console, settings: Settings, results: Results) -> No
         f"ceilings in TB/s: copy {ceilings.copy / 1e9:.3f} (read + written), fill {ceilings.fill / 1e9:.3f}{peer}",
         highlight=False,
     )
+    versions = [f"{name} {version}" for name, version in facts["packages"].items()]
+    versions += [f"{name} {facts[name]}" for name in ("cuda", "sms") if name in facts]
+    console.print(", ".join([f"python {facts['python']}", *versions]), highlight=False, soft_wrap=True)
+    for state in facts.get("clocks", []):
+        console.print(f"driver, clocks now and at most, power: {state}", highlight=False, soft_wrap=True)
     for other in results.machine.others:
         console.print(f"[yellow]another process uses the GPU[/]: {other}", highlight=False, soft_wrap=True)
 
@@ -136,8 +144,9 @@ def _table(title: str, columns: tuple[str, ...], left: int) -> Table:
 
 
 def _figures_table(section: str, figures: list[Figure]) -> Table:
-    columns = ("system", "collective", "ranks", "tokens", "SMs", "skew", "ms", "least", "most", "host ms", "enqueue us")
-    table = _table(f"{section}: whole calls, slowest rank", (*columns, "TB/s", "of ceiling", "checked"), 2)
+    columns = ("system", "collective", "ranks", "tokens", "SMs", "skew", "ms", "least", "most", "us/token", "host ms")
+    rates = ("enqueue us", "GB", "TB/s", "rows TB/s", "of ceiling", "checked")
+    table = _table(f"{section}: whole calls, slowest rank", (*columns, *rates), 2)
     for figure in figures:
         time, shape = figure.time_ms, figure.shape
         table.add_row(
@@ -147,9 +156,11 @@ def _figures_table(section: str, figures: list[Figure]) -> Table:
             f"{shape.tokens:,}" + (" on rank 0" if shape.alone else ""),
             str(figure.num_sms or "-"),
             f"{shape.skew:g}",
-            *(f"{value:.3f}" for value in (time.median, time.least, time.most, figure.host_ms.median)),
+            *(f"{value:.3f}" for value in (time.median, time.least, time.most)),
+            f"{figure.us_per_token:.3f}",
+            f"{figure.host_ms.median:.3f}",
             f"{figure.enqueue_us.median:.0f}",
-            f"{figure.memory_tb_s:.3f}",
+            *(f"{value:.3f}" for value in (figure.bytes.memory / 1e9, figure.memory_tb_s, figure.rows_tb_s)),
             f"{100 * figure.share:.1f} %",
             "[red]wrong[/]" if figure.wrong else "yes",
         )

@@ -63,7 +63,7 @@ class Settings:
         backend: `"cuda-loopback"`, `"sim"`, or, one process a rank, `"auto"`, `"nvlink"` or `"collective"`.
         shape: of everything that a sweep does not vary.
         sms: of every collective, a rank; the sweeps use the first.
-        figures: of `FIGURES`, at `shape`.
+        figures: of `FIGURES`, at `shape`; none leaves out the peers there, too.
         sweeps: of `SWEEPS`.
         peers: names of modules of `peers`.
         alone, overlap, small: sections.
@@ -149,9 +149,10 @@ class Session:
         warm_up(self.ranks.device)
         num_bytes = _GPU_COPY_BYTES if self.ranks.on_device else _CPU_COPY_BYTES
         results.ceilings = measure_ceilings(self.ranks, num_bytes, max(5, settings.repeat))
-        for num_sms in settings.sms:
-            self._ours("base", settings.shape, num_sms, settings.figures)
-        self._peers("base", settings.shape)
+        if settings.figures:
+            for num_sms in settings.sms:
+                self._ours("base", settings.shape, num_sms, settings.figures)
+            self._peers("base", settings.shape)
         if settings.alone:
             self._alone()
         for sweep in settings.sweeps:
@@ -225,9 +226,10 @@ class Session:
         batches = self.settings.points.small
         shape = replace(self.settings.shape, tokens=max(batches))
         with self._section("small batches"):
-            self.results.small += measure_small(
-                self.ranks, shape, batches, self.settings.sms[0], num_sets=4, repeat=self.settings.repeat
-            )
+            num_sms, repeat = self.settings.sms[0], self.settings.repeat
+            for one in measure_small(self.ranks, shape, batches, num_sms, num_sets=4, repeat=repeat):
+                self.results.small.append(one)
+                self._keep(self.results)
 
     def _trace(self, path: Path) -> None:
         shape = self.settings.shape

@@ -13,7 +13,7 @@ Host: what enqueueing one rank's two calls costs without a graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 
 from tile_ep.bench.clocks import Spread
 from tile_ep.bench.ranks import LoopbackRanks
-from tile_ep.bench.workload import Shape, Workload
+from tile_ep.bench.workload import Shape, Workload, WrongResultError
 
 _WARM_UP = 3
 _REPLAYS = 20  # of a train: the host enqueues them all before the gate opens
@@ -51,9 +51,6 @@ class SmallBatch:
     wait_us: float
     move_us: float
     wrong: str
-
-
-Step = Callable[[int], torch.Tensor]
 
 
 class _Graph:
@@ -98,18 +95,15 @@ def _train_us(ranks: LoopbackRanks, graphs: Sequence[_Graph], repeat: int) -> Sp
 
 def measure_small(
     ranks: LoopbackRanks, shape: Shape, batches: Sequence[int], num_sms: int, num_sets: int, repeat: int
-) -> list[SmallBatch]:
+) -> Iterator[SmallBatch]:
     """All `batches`, tokens a rank, on buffers that hold `shape.tokens`."""
-    found = []
     with ranks.open(shape, 1.0) as buffers:
         launch = _train_us(ranks, [_Graph(ranks, _empty_kernels)], repeat).median
         for tokens in batches:
             small = Shape(shape.ranks, tokens, shape.hidden, shape.topk, shape.experts, shape.skew, seed=shape.seed)
             workload = Workload(small, ranks.here, ranks.device, num_sets)
             for combine in ("staged", "zero-copy"):
-                one = _Batch(ranks, buffers, workload, num_sms, combine)
-                found.append(one.measure(launch, repeat))
-    return found
+                yield _Batch(ranks, buffers, workload, num_sms, combine).measure(launch, repeat)
 
 
 def _empty_kernels(rank: int) -> None:
@@ -184,6 +178,6 @@ class _Batch:
         for rank, out in graph.results.items():
             try:
                 self._workload.check_sums(rank, 0, out)
-            except AssertionError as error:
+            except WrongResultError as error:
                 return str(error)
         return ""

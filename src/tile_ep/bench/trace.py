@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from tile_ep.bench.exchange import Exchange, opened
+from tile_ep.bench.exchange import Exchange
 from tile_ep.bench.overlap import Gemm
 from tile_ep.bench.ranks import Ranks
 from tile_ep.bench.workload import Workload
@@ -19,12 +18,13 @@ _ROUNDS = 3
 def write_trace(path: Path, ranks: Ranks, workload: Workload, num_sms: int) -> None:
     """Dispatch and combine on all ranks; on CUDA beside a matrix product on the first rank's stream. Collective.
 
-    The file of the first process is written.
+    The file of the first process is written. Names of calls are there where they are made by this thread, which in the
+    simulator they are not.
     """
     exchange = Exchange(ranks, workload, num_sms)
     cuda = ranks.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    with opened(exchange) as buffers:
+    with exchange.opened() as buffers:
         gemm = Gemm(ranks.device) if cuda else None
 
         def step(rank: int) -> Any:
@@ -43,8 +43,9 @@ def write_trace(path: Path, ranks: Ranks, workload: Workload, num_sms: int) -> N
 
         ranks.each(step)
         with profile(activities=activities) as profiler:
-            for _ in itertools.repeat(None, _ROUNDS):
-                ranks.round([step])
+            for number in range(_ROUNDS):
+                with record_function(f"round {number}"):
+                    ranks.round([step])
             ranks.synchronize()
     if 0 in ranks.here:
         profiler.export_chrome_trace(str(path))

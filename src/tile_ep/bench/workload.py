@@ -15,6 +15,16 @@ ROW_DTYPE = torch.bfloat16
 _ROUNDING = 5e-3  # relative, of sums of bf16 rows whose partial sums may be rounded too
 
 
+class WrongResultError(Exception):
+    """A collective gave something else than it should."""
+
+
+def require(holds: bool, said: str) -> None:
+    """Raise `WrongResultError` unless it holds."""
+    if not holds:
+        raise WrongResultError(said)
+
+
 @dataclass(frozen=True)
 class Shape:
     """One point of a measurement.
@@ -54,10 +64,12 @@ class Bytes:
     Attributes:
         memory: read and written in the memory of the busiest device.
         wire: that cross to or from the busiest device, in its busier direction; 0 where all ranks share one.
+        rows: that go from rank to rank, or stay with theirs, over all ranks, counted once.
     """
 
     memory: int
     wire: int
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -127,12 +139,13 @@ def count_bytes(name: str, routed: Routed, row_bytes: int, one_device: bool) -> 
         + passes.selected * routed.selected(rank)
         for rank in ranks
     ]
-    if one_device:
-        return Bytes(row_bytes * sum(memory), 0)
     crossing = routed.selections if passes.selections_cross else routed.rows
+    moved = row_bytes * sum(map(sum, crossing))
+    if one_device:
+        return Bytes(row_bytes * sum(memory), 0, moved)
     leaving = [sum(crossing[rank]) - crossing[rank][rank] for rank in ranks]
     coming = [sum(row[rank] for row in crossing) - crossing[rank][rank] for rank in ranks]
-    return Bytes(row_bytes * max(memory), row_bytes * max(*leaving, *coming))
+    return Bytes(row_bytes * max(memory), row_bytes * max(*leaving, *coming), moved)
 
 
 class Workload:
@@ -223,29 +236,33 @@ class Workload:
     def count_bytes(self, name: str, one_device: bool) -> Bytes:
         """The mean over all sets."""
         counts = [count_bytes(name, routed, self.shape.row_bytes, one_device) for routed in self.routed]
-        return Bytes(
-            sum(count.memory for count in counts) // len(counts), sum(count.wire for count in counts) // len(counts)
+        memory, wire, rows = (
+            sum(values) // len(counts)
+            for values in zip(*((count.memory, count.wire, count.rows) for count in counts), strict=True)
         )
+        return Bytes(memory, wire, rows)
 
     # ------------------------------------------------------------ what must come out
 
     def check_rows(self, rank: int, number: int, rows: torch.Tensor, source: torch.Tensor) -> None:
-        """Raise unless `rows` are those of the tokens `source`, `source rank * T + token`, and all that are due.
+        """Raise unless `rows` are those that are due, in the order of the tokens `source`, `source rank * T + token`.
 
         Args:
             rows: `[N, H]`.
-            source: `[N]`, ascending.
+            source: `[N]`.
+
+        Raises:
+            WrongResultError: they are not.
         """
         due = self.routed[number].received(rank)
-        assert len(rows) == len(source) == due, f"rank {rank}: {len(rows)} rows, {due} are due"
-        assert bool((source[1:] > source[:-1]).all()), f"rank {rank}: rows out of order"
+        require(len(rows) == len(source) == due, f"rank {rank}: {len(rows)} rows, {due} are due")
         start = 0
-        for peer, sent in enumerate(row[rank] for row in self.routed[number].rows):
-            tokens = source[start : start + sent].long() - peer * self.shape.tokens
-            assert torch.equal(rows[start : start + sent], self._x_of(peer, number)[tokens]), (
-                f"rank {rank}: rows differ"
-            )
-            start += sent
+        for peer in range(self.shape.ranks):
+            tokens = self.tokens_for(peer, rank, number)
+            here = slice(start, start + len(tokens))
+            require(torch.equal(source[here].long(), tokens + peer * self.shape.tokens), f"rank {rank}: other tokens")
+            require(torch.equal(rows[here], self._x_of(peer, number)[tokens]), f"rank {rank}: rows differ")
+            start += len(tokens)
 
     def check_sums(self, rank: int, number: int, out: torch.Tensor, exact: bool = True) -> None:
         """Raise unless `out` is the sum of each token's rows, one a destination, in fp32, rounded once.
@@ -277,10 +294,10 @@ class Workload:
     @staticmethod
     def _compare(said: str, out: torch.Tensor, total: torch.Tensor, exact: bool) -> None:
         if exact:
-            assert torch.equal(out, total.to(out.dtype)), said
+            require(torch.equal(out, total.to(out.dtype)), said)
         else:
             error = float((out.float() - total).norm() / total.norm().clamp_min(1e-30))
-            assert error < _ROUNDING, f"{said}, by {error:.1e}"
+            require(error < _ROUNDING, f"{said}, by {error:.1e}")
 
     def _hits(self, rank: int, number: int) -> list[torch.Tensor]:
         owner = self.owners(self.topk_idx[number][rank])

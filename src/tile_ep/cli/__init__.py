@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from tile_ep.cli import bench, demo, replay
+from tile_ep.cli import bench, demo, doctor, replay
 
 app = typer.Typer(
     name="tile-ep",
@@ -16,6 +16,7 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("replay")(replay.replay)
 app.command("bench")(bench.bench)
+app.command("doctor")(doctor.doctor)
 
 
 def main() -> None:

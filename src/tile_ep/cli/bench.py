@@ -13,7 +13,7 @@ from rich.console import Console
 from tile_ep.bench.launch import execute, under_torchrun
 from tile_ep.bench.peers import all_peers
 from tile_ep.bench.report import print_report, write_json
-from tile_ep.bench.session import ALL_POINTS, QUICK_POINTS, SWEEPS, Settings, check
+from tile_ep.bench.session import ALL_POINTS, QUICK_POINTS, SWEEPS, Settings
 from tile_ep.bench.workload import FIGURES, Shape
 from tile_ep.errors import TileEPError
 
@@ -43,6 +43,15 @@ class SectionName(str, Enum):
     small = "small"
 
 
+class SweepName(str, Enum):
+    """Parts that vary one thing."""
+
+    tokens = "tokens"
+    sms = "sms"
+    skew = "skew"
+    ranks = "ranks"
+
+
 Backend = Annotated[
     BackendName,
     typer.Option(
@@ -54,8 +63,8 @@ Sections = Annotated[
     list[SectionName] | None, typer.Option("--section", help="Measure only these; by default everything. Repeatable.")
 ]
 Sweeps = Annotated[
-    list[SectionName] | None,
-    typer.Option("--sweep", help="Measure only this sweep (tokens, sms, skew, ranks), besides the base. Repeatable."),
+    list[SweepName] | None,
+    typer.Option("--sweep", help="Measure only this sweep, besides the base. Repeatable."),
 ]
 Sms = Annotated[list[int] | None, typer.Option("--sms", min=1, help="SMs of a collective, a rank. Repeatable.")]
 Peers = Annotated[
@@ -106,7 +115,6 @@ def bench(
         trace=trace,
     )
     try:
-        check(settings)
         done = execute(settings, lambda said: aside.print(said, style="dim", markup=False, highlight=False), json_file)
     except (TileEPError, ValueError, RuntimeError, OSError) as error:
         aside.print("error: ", style="bold red", end="")
@@ -127,12 +135,11 @@ def bench(
         raise typer.Exit(1)
 
 
-def _sections(section: list[SectionName] | None, sweep: list[SectionName] | None) -> set[SectionName]:
+def _sections(section: list[SectionName] | None, sweep: list[SweepName] | None) -> set[SectionName]:
+    sweeps = {SectionName(one.value) for one in sweep or ()}
     if section:
-        return {*section, *(sweep or ())}
-    if sweep:
-        return {SectionName.base, *sweep}
-    return set(SectionName)
+        return {*section, *sweeps}
+    return {SectionName.base, *sweeps} if sweeps else set(SectionName)
 
 
 def _peers(names: list[str] | None) -> tuple[str, ...]:

@@ -123,7 +123,7 @@ def build(spec: CombineSpec) -> Any:
             stage_bars = T.alloc_shared((W, spec.depth), "uint64", scope="shared")
             slot_item = T.alloc_shared((W, spec.depth), "int32", scope="shared")  # what the chunk in a slot belongs to
             slot_rows = T.alloc_shared((W, spec.depth), "int32", scope="shared")  # and how many rows that has
-            slot_weight = T.alloc_shared((W, spec.depth), "float32", scope="shared")  # what it is multiplied by
+            slot_weight = T.alloc_shared((W, spec.depth), "float32", scope="shared")  # its factor, or addend
             in_place = T.alloc_shared((spec.num_ranks if spec.mixed else 1,), "int32", scope="shared")
             flags = T.alloc_shared((3,), "int32", scope="shared")  # a wait gave up; last to stage; last to leave
 
@@ -386,6 +386,7 @@ def _local_job(s: CombineSpec, c: SimpleNamespace, received: ep.Expr) -> SimpleN
         load=load_sources,
         address=lambda s, c, row, source: ep.at(c.y, source, s.row_bytes),
         weights=c.y_weights if s.apply_weights else None,
+        addend=None,
         biases=(),
         out=lambda s, c, row: _home(s, c, row, _source(s, c, row)),
         bars=c.stage_bars,
@@ -408,6 +409,7 @@ def _sum_over_ranks(s, c):
             load=_load_mixed if s.mixed else load_sources,
             address=_row_address,
             weights=None,
+            addend=_zero_of if s.mixed else None,
             biases=(c.bias_0, c.bias_1)[: s.num_bias],
             out=lambda s, c, row: ep.at(c.out, row, s.row_bytes),
             bars=c.bars,
@@ -454,6 +456,13 @@ def _wait_ready(s, c):
         i = i + s.threads
     T.sync_threads()
     ep.fence_async_global()
+
+
+def _zero_of(s: CombineSpec, c: SimpleNamespace, source: ep.Expr) -> ep.Expr:
+    """The sum of a token's rows on a rank starts at +0, so it is not the -0 that a row read in place may be: +0 makes it +0,
+    and -0 leaves what it is added to.
+    """
+    return T.if_then_else(c.in_place[source // c.capacity] == 1, T.float32(0.0), T.float32(-0.0))
 
 
 @T.macro

@@ -36,8 +36,7 @@ def selection(s: Any, c: SimpleNamespace, token: ep.Expr, k: ep.Expr) -> ep.Expr
 
 def expert_of(s: Any, c: SimpleNamespace, token: ep.Expr, k: ep.Expr) -> ep.Expr:
     """Entry of topk_idx, -1 where it names no expert: the caller may own the memory, and have changed it since the count."""
-    raw = selection(s, c, token, k)
-    return T.if_then_else(T.And(raw >= T.int64(0), raw < T.int64(s.num_experts)), T.cast(raw, "int32"), -1)
+    return ep.index(selection(s, c, token, k), s.num_experts)
 
 
 def tally(s: Any, c: SimpleNamespace, block: ep.Expr, column: ep.Expr) -> ep.Expr:
@@ -75,7 +74,7 @@ def count(s, c):
         ahead = T.int64(-1)
         if T.And(c.lane < group * K, token + group < end):
             ahead = selection(s, c, token + group, c.lane % K)
-        expert = T.if_then_else(T.And(raw >= T.int64(0), raw < T.int64(s.num_experts)), T.cast(raw, "int32"), -1)
+        expert = ep.index(raw, s.num_experts)
         dest = T.if_then_else(expert >= 0, rank_of(expert, s.partition), -1)
         if T.And(expert < 0, raw != T.int64(-1)):
             ep.add_relaxed(c.own + T.uint64(s.control.num_bad), 1)
@@ -146,25 +145,37 @@ def _scan_warps(s, c):
 
 @T.macro
 def _rows_of_block(s, c):
-    K = s.num_topk
+    """Numbers within a warp's share of the tokens become numbers within the block's; several are under way at a time."""
+    K, batch = s.num_topk, 4
     i = T.alloc_var("int32")
-    expert = T.alloc_var("int32")
-    row = T.alloc_var("int32")
+    number = T.alloc_var("int32")
+    share = T.alloc_var("int32")
     entry = T.alloc_var("int64")
+    row = T.alloc_local((batch,), "int32")
+    expanded_row = T.alloc_local((batch,), "int32")
+    expert = T.alloc_local((batch,), "int32")
+    number = (c.end - c.begin) * K
     i = c.tid
-    while i < (c.end - c.begin) * K:
-        entry = T.int64(c.begin) * K + i
-        row = ep.get(ep.at(c.rows, entry, 4), "int32")
-        if row >= 0:
-            expert = T.cast(selection(s, c, c.begin, i), "int32")
-            ep.put(ep.at(c.rows, entry, 4), -2 - row - c.base[i // K // c.share, rank_of(expert, s.partition)], "int32")
-            if s.expanded:
-                ep.put(
-                    ep.at(c.expanded_rows, entry, 4),
-                    -2 - ep.get(ep.at(c.expanded_rows, entry, 4), "int32") - c.expert_base[i // K // c.share, expert],
-                    "int32",
-                )
-        i = i + s.threads
+    while i < number:
+        for j in T.unroll(batch):
+            entry = T.int64(c.begin) * K + i + j * s.threads
+            row[j] = -1
+            if i + j * s.threads < number:
+                row[j] = ep.get(ep.at(c.rows, entry, 4), "int32")
+                expert[j] = expert_of(s, c, c.begin, i + j * s.threads)
+                if s.expanded:
+                    expanded_row[j] = ep.get(ep.at(c.expanded_rows, entry, 4), "int32")
+        for j in T.unroll(batch):
+            entry = T.int64(c.begin) * K + i + j * s.threads
+            share = (i + j * s.threads) // K // c.share
+            if T.And(row[j] >= 0, expert[j] >= 0):
+                ep.put(ep.at(c.rows, entry, 4), -2 - row[j] - c.base[share, rank_of(expert[j], s.partition)], "int32")
+                if s.expanded:
+                    ep.put(
+                        ep.at(c.expanded_rows, entry, 4),
+                        -2 - expanded_row[j] - c.expert_base[share, expert[j]], "int32",
+                    )  # fmt: skip
+        i = i + batch * s.threads
 
 
 @T.macro

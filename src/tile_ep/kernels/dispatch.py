@@ -26,6 +26,9 @@ from tile_ep.kernels import primitives as ep
 from tile_ep.kernels.spec import Spec
 from tile_ep.layout import ROW_ALIGNMENT, align, ceil_div
 
+MOST_SHARED_BYTES = 48 * 1024
+"""Of tables: what CUDA gives a block without being asked."""
+
 PHASES = {
     counting.PHASE_ENTRY: "dispatch entry",
     counting.PHASE_COUNTS: "dispatch counts",
@@ -51,6 +54,14 @@ class DispatchSpec(Spec):
     @property
     def num_chunks(self) -> int:
         return ceil_div(self.data_bytes, self.chunk_bytes)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of tables; what is staged comes on top of it."""
+        ranks, experts = self.num_ranks, self.num_experts
+        words = ranks * (self.num_warps + ranks + 4) + experts + self.partition.num_local(0) + 4
+        words += experts * (self.num_warps + 2) if self.expanded else 3
+        return 4 * words + 8 * self.num_warps * self.depth + 16 * 16  # each table begins at a multiple of 16
 
     @property
     def columns(self) -> int:

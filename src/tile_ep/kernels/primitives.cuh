@@ -93,6 +93,9 @@ EP_DEVICE int ep_arrive_last(uint64_t counter, uint32_t num_blocks) {
   return last;
 }
 
+// `value` as an index below `number`, -1 if it is none.
+EP_DEVICE int ep_index(int64_t value, int number) { return 0 <= value && value < number ? static_cast<int>(value) : -1; }
+
 // ---------------------------------------------------------------- barriers of shared memory
 
 EP_DEVICE void ep_mbarrier_wait(const void *barrier, int parity) {

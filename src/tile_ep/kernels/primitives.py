@@ -84,6 +84,13 @@ def zero_warp(address: Expr, num_bytes: Expr) -> Expr:
     return T.call_extern("handle", "ep_zero_warp", address, u64(num_bytes))
 
 
+def index(value: Expr, number: int) -> Expr:
+    """`value`, any int64, as an index below `number`; else -1. It is looked at once: an expression that named
+    a load twice would load twice, and TileLang takes what was loaded for non-negative.
+    """
+    return T.call_extern("int32", "ep_index", value, number)
+
+
 def multiply(a: Expr, b: Expr) -> Expr:
     """fp32 product, rounded, never fused with an addition."""
     return T.call_extern("float32", "__fmul_rn", a, b)

@@ -17,6 +17,7 @@ from tile_ep.kernels.scattering import first_ticket, take
 #   load         macro of (s, c, j, row, source) that reads them: `load_sources` or one of the kernel's own
 #   address      function of (s, c, row, source): where the row to pull is
 #   weights      fp32 by source, which each row is multiplied by, or None
+#   addend       function of (s, c, source): fp32 that is added to each element of that row first, or None
 #   biases       addresses of what the sum starts with, none to two
 #   out          function of (s, c, row): where the row goes
 #   bars, slot_item, slot_rows, slot_weight   shared memory of the ring
@@ -113,7 +114,7 @@ def _sum_bulk(s, c, j):
                 summed = j.slot_item[c.warp, slot]
                 left = j.slot_rows[c.warp, slot]
                 _start_sum(s, c, j, summed, acc, value)
-            if j.weights is not None:
+            if j.weights is not None or j.addend is not None:
                 weight = j.slot_weight[c.warp, slot]
             ep.barrier_wait(j.bars[c.warp, slot], added // s.depth % 2)
             for v in T.unroll(s.lane_vectors):
@@ -121,10 +122,12 @@ def _sum_bulk(s, c, j):
                     for i in T.vectorized(V):
                         value[i] = c.stage[c.warp, slot, (v * 32 + c.lane) * V + i]
                     for i in T.unroll(V):
-                        if j.weights is None:
-                            acc[v * V + i] = acc[v * V + i] + T.cast(value[i], "float32")
-                        else:
+                        if j.weights is not None:
                             acc[v * V + i] = acc[v * V + i] + ep.multiply(T.cast(value[i], "float32"), weight)
+                        elif j.addend is not None:
+                            acc[v * V + i] = acc[v * V + i] + (T.cast(value[i], "float32") + weight)
+                        else:
+                            acc[v * V + i] = acc[v * V + i] + T.cast(value[i], "float32")
             T.sync_warp()
             added = added + 1
             left = left - 1
@@ -145,6 +148,8 @@ def _fetch_chunk(s, c, j, item, num_rows, row, slot):
         )
         if j.weights is not None:
             j.slot_weight[c.warp, slot] = ep.get(ep.at(j.weights, row, 4), "float32")
+        elif j.addend is not None:
+            j.slot_weight[c.warp, slot] = j.addend(s, c, row)
 
 
 def chunk_size(s: Any, item: ep.Expr) -> ep.Expr:
@@ -243,12 +248,14 @@ def _sum_warp(s, c, j):
                     row = T.shfl_sync(source[0], ep.first_lane(rest))
                     if element < s.hidden:
                         ep.get_into(value[0], ep.at(j.address(s, c, item[0], row), element, B), B)
-                        if j.weights is None:
-                            total = total + T.cast(value[0], "float32")
-                        else:
+                        if j.weights is not None:
                             total = total + ep.multiply(
                                 T.cast(value[0], "float32"), ep.get(ep.at(j.weights, row, 4), "float32")
                             )
+                        elif j.addend is not None:
+                            total = total + (T.cast(value[0], "float32") + j.addend(s, c, row))
+                        else:
+                            total = total + T.cast(value[0], "float32")
                     rest = rest & (rest - T.uint32(1))
                 if element < s.hidden:
                     value[0] = T.cast(total, s.dtype)

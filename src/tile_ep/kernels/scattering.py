@@ -22,8 +22,8 @@ def _slot(c: SimpleNamespace, region: ep.Expr, slot: ep.Expr) -> ep.Expr:
 
 @T.macro
 def first_ticket(s, c, ticket):
-    """`ticket[0]`, in the first lane, is good for the piece of this warp's number."""
-    ticket[0] = c.block * s.num_warps + c.warp - c.num_blocks * s.num_warps
+    """`ticket[0]`, in the first lane, is good for the piece of this warp's number. Few pieces go to many blocks."""
+    ticket[0] = c.warp * c.num_blocks + c.block - c.num_blocks * s.num_warps
 
 
 @T.macro

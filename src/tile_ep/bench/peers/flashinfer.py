@@ -71,7 +71,7 @@ class FlashInfer:
         yield Operation("dispatch", (self._dispatch,), self._check_rows, before=self._be_combined)
         yield Operation("combine, zero-copy", (self._combine_in_place,), self._check_sums, before=self._be_in_place)
         yield Operation("combine, staged", (self._combine,), self._check_sums, before=self._be_dispatched)
-        self._be_combined(rank)
+        self._be_combined(rank, 0)
 
     def _dispatch(self, rank: int, number: int) -> list[torch.Tensor]:
         work = self._workload
@@ -98,16 +98,16 @@ class FlashInfer:
         )
         return memory
 
-    def _be_combined(self, rank: int) -> None:
+    def _be_combined(self, rank: int, number: int) -> None:
         if self._received is not None:
-            self._combine(rank, 0)
+            self._combine(rank, number)
 
-    def _be_dispatched(self, rank: int) -> None:
+    def _be_dispatched(self, rank: int, number: int) -> None:
         if self._received is None:
-            self._dispatch(rank, 0)
+            self._dispatch(rank, number)
 
-    def _be_in_place(self, rank: int) -> None:
-        self._be_dispatched(rank)
+    def _be_in_place(self, rank: int, number: int) -> None:
+        self._be_dispatched(rank, number)
         assert self._received is not None
         self._in_place().copy_(self._received[0])
 
@@ -120,4 +120,4 @@ class FlashInfer:
         self._workload.check_rows(rank, number, torch.cat(rows), torch.cat(sources))
 
     def _check_sums(self, rank: int, number: int, result: torch.Tensor) -> None:
-        self._workload.check_sums(rank, 0, result, exact=False)
+        self._workload.check_sums(rank, number, result, exact=False)

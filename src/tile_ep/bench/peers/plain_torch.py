@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from tile_ep.bench.measure import Operation
 from tile_ep.bench.ranks import Ranks
-from tile_ep.bench.workload import Workload
+from tile_ep.bench.workload import Workload, require
 
 NAME = "plain PyTorch"
 
@@ -132,7 +132,7 @@ class PlainTorch:
         counts, most = work.routed[number].rows, work.shape.tokens
         source = [work.tokens_for(peer, rank, number) + peer * most for peer in range(len(counts))]
         work.check_rows(rank, number, rows, torch.cat(source))
-        assert bool((idx >= 0).any(dim=1).all()), f"rank {rank}: a row without an expert"
+        require(bool((idx >= 0).any(dim=1).all()), f"rank {rank}: a row without an expert")
 
     # ------------------------------------------------------------ combine
 

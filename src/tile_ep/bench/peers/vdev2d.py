@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tile_ep.bench.measure import Operation
 from tile_ep.bench.ranks import CudaProcessRanks, Ranks
-from tile_ep.bench.workload import ROW_DTYPE, Workload
+from tile_ep.bench.workload import ROW_DTYPE, Workload, require
 
 NAME = "all_to_all_vdev_2d"
 
@@ -99,11 +99,13 @@ class Vdev2d:
         work, ranks = self._workload, self._workload.shape.ranks
         first = work.shape.partition.first(rank)
         counts, starts = self._here.tolist()
-        assert sum(counts) == work.routed[number].selected(rank), f"rank {rank}: selections are missing"
+        require(sum(counts) == work.routed[number].selected(rank), f"rank {rank}: selections are missing")
         for chunk, (count, start) in enumerate(zip(counts, starts, strict=True)):
             expert, source = first + chunk // ranks, chunk % ranks
             x = work.rows_for_expert(source, expert, number)
-            assert torch.equal(self._received[start : start + count], x), f"rank {rank}: rows of expert {expert} differ"
+            require(
+                torch.equal(self._received[start : start + count], x), f"rank {rank}: rows of expert {expert} differ"
+            )
 
     def _check_sums(self, rank: int, number: int, result: torch.Tensor) -> None:
         self._workload.check_selection_sums(rank, 0, result)
