@@ -255,33 +255,30 @@ def test_launches_are_counted_to_know_what_must_have_landed() -> None:
                 simulate_messages(("flag first",), inboxes, seed)
 
 
-def give_up(seed: int, come: tuple[bool, ...]) -> None:
-    """Launches of rank 1 that wait for a peer which has come, or has not, while rank 0 stores to rank 1."""
-    names = ("data", "flag", "out", "status", "theirs")
-    memory = Memory(**{name: words(32) for name in names}, absent=words(4), present=words(4))
+def wait_and_store(seed: int, come: tuple[bool, ...]) -> None:
+    """Rank 0 waits, as long as the first launch of rank 1 does, and then stores to the inbox of all launches of rank 1. For
+    each of these its peer has come, or has not.
+    """
+    memory = Memory(**{name: words(4) for name in ("inbox", "out", "status", "theirs", "absent", "present")})
     memory["present"].view(np.int64)[0] = 3 << 32
     at = memory.addresses()
-    launches = [sim.Launch(0, sk.compiled(sk.message), 1, {**at, "rank": 0, "mode": sk.MESSAGE_MODES["release"]})]
-    launches += [
-        sim.Launch(
-            1,
-            sk.compiled(sk.wait_only),
-            1,
-            {**at, "mine": at["present" if has_come else "absent"], "peer": 0, "timeout_ns": 1},
-            (at["data"], memory["data"].nbytes),
-        )
-        for has_come in come
-    ]
+
+    def launch(rank: int, has_come: bool, out: str, inbox: tuple[int, int]) -> sim.Launch:
+        args = {**at, "mine": at["present" if has_come else "absent"], "out": at[out], "peer": 1, "timeout_ns": 1000}
+        return sim.Launch(rank, sk.compiled(sk.wait_only), 1, args, inbox)
+
+    inbox = (at["inbox"], memory["inbox"].nbytes)
+    launches = [launch(0, come[0], "inbox", (0, 0)), *(launch(1, has_come, "out", inbox) for has_come in come)]
     sim.simulate(launches, seed=seed, regions=memory.regions)
 
 
 def test_who_gave_up_a_wait_reads_nothing() -> None:
     with pytest.raises(sim.SimLateStore, match="a store of launch 0 by rank 0 "):
         for seed in range(FEW):
-            give_up(seed, (True,))
+            wait_and_store(seed, (True,))
     for seed in range(MANY):
-        give_up(seed, (False,))
-        give_up(seed, (False, True))
+        wait_and_store(seed, (False,))
+        wait_and_store(seed, (False, True))
 
 
 # ---------------------------------------------------------------- the copy engine
