@@ -82,22 +82,20 @@ else
     [ "$there" -ge "$n" ] || { echo "$there GPUs are visible, $n are needed; --dry-run needs none" >&2; exit 2; }
     cases=${CASES:-16} rounds=${ROUNDS:-300} absent=6
     shape=(--backend nvlink --tokens "${TOKENS:-8192}" --hidden 7168 --topk 8 --experts 256 --repeat "${REPEAT:-15}")
-    variants=(pull push by-warp)
+    variants=(push by-warp)
 fi
 
 step doctor 60 "$python" -m tile_ep.cli doctor --json "$out/doctor.json"
 step selftest 200 "${selftest[@]}" --cases "$cases" --rounds "$rounds" --limit 120 --skip absent
 step dead-rank 60 "${selftest[@]}" --only absent --absent "$absent" --limit 50
-step bench 150 "${bench[@]}" "${shape[@]}" --section base --section alone --sms 16 --sms 8 \
+step bench 180 "${bench[@]}" "${shape[@]}" --section base --section alone --section sms --sms 16 --sms 8 \
     --json "$out/bench.json" --plots "$out/plots"
+step overlap 90 "${bench[@]}" "${shape[@]}" --section overlap --peer none --quick --json "$out/overlap.json"
 for kind in "${variants[@]}"; do
-    [ "$kind" = pull ] ||
-        step "selftest-$kind" 60 "${selftest[@]}" --tuning "$kind" --cases 4 --rounds 100 --limit 50 --only cases --only rounds
+    step "selftest-$kind" 60 "${selftest[@]}" --tuning "$kind" --cases 4 --rounds 100 --limit 50 --only cases --only rounds
     step "bench-$kind" 60 "${variant[@]}" "$kind" bench "${shape[@]}" --section base --peer none --sms 16 --sms 8 \
         --json "$out/bench-$kind.json"
 done
-step overlap 90 "${bench[@]}" "${shape[@]}" --section overlap --peer none --quick --json "$out/overlap.json"
-step sweep-sms 90 "${bench[@]}" "${shape[@]}" --sweep sms --peer none --json "$out/sweep-sms.json" --plots "$out/plots-sms"
 
 "$python" "$root/scripts/multi_gpu_summary.py" "$out" --device "$device" --ranks "$n" | tee "$out/summary.txt"
 [ "${PIPESTATUS[0]}" -eq 0 ] || failed=1

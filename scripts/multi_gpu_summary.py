@@ -73,10 +73,10 @@ def judge(found: list[dict[str, Any]]) -> list[str]:
 def variants(out: Path) -> list[str]:
     """A line for each collective: its time in each variant that was measured, in one run after the other."""
     times: dict[tuple[str, int], list[str]] = {}
-    for path in sorted(out.glob("bench-*.json")):
+    for path in [out / "bench.json", *sorted(out.glob("bench-*.json"))]:
         bench = read_bench(path)
         for one in shares(bench) if bench else []:
-            kind = path.stem.removeprefix("bench-")
+            kind = path.stem.removeprefix("bench").removeprefix("-") or "as it is"
             times.setdefault((one["collective"], one["sms"]), []).append(f"{kind} {one['ms']:.3f} ms")
     return [f"{name}, {sms} SMs: {', '.join(said)}" for (name, sms), said in times.items()]
 
@@ -104,7 +104,7 @@ def main() -> int:
         "steps": steps,
         "base": found,
         "targets": judge(found) if options.device == "cuda" else [],
-        "variants": variants(options.out),
+        "variants": variants(options.out) if options.device == "cuda" else [],
         "overlap": overlap(read_bench(options.out / "overlap.json")),
     }
     (options.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")

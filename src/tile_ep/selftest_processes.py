@@ -310,6 +310,11 @@ class Exchange:
             assert torch.equal(want, have.cpu()), f"{said}: {name} differs"
 
 
+def small_shape(num_ranks: int) -> Shape:
+    """The same for many checks, so that few kernels have to be compiled."""
+    return Shape(num_ranks, 40, 520, 4, 4 * num_ranks + 1)
+
+
 def _factor(rank: int) -> float:
     return 2.0 ** (rank % 4)
 
@@ -348,7 +353,7 @@ def _dawdle(draw: random.Random, device: torch.device) -> None:
 
 def check_rounds(ranks: Ranks, do_expand: bool, rounds: int) -> str:
     """Back to back: other inputs each time, ranks that come late, poisoned memory, all outputs of all rounds compared."""
-    shape = Shape(ranks.num_ranks, 40, 520, 4, 4 * ranks.num_ranks + 1)
+    shape = small_shape(ranks.num_ranks)
     distinct = [Exchange(shape, ranks.rank, seed, do_expand) for seed in range(min(rounds, _DISTINCT))]
     order = random.Random(rounds)
     numbers = [order.randrange(len(distinct)) for _ in range(rounds)]
@@ -366,7 +371,7 @@ def check_rounds(ranks: Ranks, do_expand: bool, rounds: int) -> str:
 
 def check_alive(ranks: Ranks, do_expand: bool) -> str:
     """Results and handles of several dispatches alive at once, combined in reverse, and dispatched again from the handle."""
-    shape = Shape(ranks.num_ranks, 24, 256, 3, 4 * ranks.num_ranks)
+    shape = small_shape(ranks.num_ranks)
     several = [Exchange(shape, ranks.rank, 100 + seed, do_expand) for seed in range(6)]
     for place in ranks.places:
         with ranks.open(place, shape, num_slots=3) as buffer:
@@ -440,7 +445,7 @@ def _large(ranks: Ranks, place: Place, shape: Shape, payload: str) -> Outputs:
 def check_queued(ranks: Ranks, rounds: int) -> str:
     """Collectives queued without a word from the device, checked afterwards."""
     place = ranks.kernels()
-    shape = Shape(ranks.num_ranks, 32, 512, 4, 4 * ranks.num_ranks)
+    shape = small_shape(ranks.num_ranks)
     distinct = [Exchange(shape, ranks.rank, 300 + seed, seed % 2 == 1) for seed in range(20)]
     with ranks.open(place, shape) as buffer:
         kept = []
@@ -457,7 +462,7 @@ def check_queued(ranks: Ranks, rounds: int) -> str:
 def check_streams(ranks: Ranks, rounds: int) -> str:
     """Collectives that follow an event, and leave the compute stream to the caller."""
     place = ranks.kernels()
-    shape = Shape(ranks.num_ranks, 32, 2048, 4, 4 * ranks.num_ranks)
+    shape = small_shape(ranks.num_ranks)
     distinct = [Exchange(shape, ranks.rank, 400 + seed, seed % 2 == 1) for seed in range(10)]
     options: dict[str, Any] = {"async_with_compute_stream": True, "allocate_on_comm_stream": True, "num_sms": 8}
     with ranks.open(place, shape) as buffer:
@@ -492,7 +497,7 @@ def check_streams(ranks: Ranks, rounds: int) -> str:
 def check_graph(ranks: Ranks, do_expand: bool, replays: int) -> str:
     """Dispatch, expert and combine captured once, replayed with other inputs each time."""
     place = ranks.kernels()
-    shape = Shape(ranks.num_ranks, 32, 512, 4, 4 * ranks.num_ranks)
+    shape = small_shape(ranks.num_ranks)
     distinct = [Exchange(shape, ranks.rank, 500 + seed, do_expand) for seed in range(min(replays, _DISTINCT))]
     x = torch.zeros(shape.tokens, shape.hidden, dtype=torch.bfloat16, device=place.device)
     topk_idx = torch.full((shape.tokens, shape.topk), -1, dtype=torch.int64, device=place.device)
@@ -511,7 +516,7 @@ def check_graph(ranks: Ranks, do_expand: bool, replays: int) -> str:
             step()
         buffer.barrier()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has threads of its own
             out = step()
         late = random.Random(ranks.rank)
         for number in range(replays):
@@ -534,7 +539,7 @@ def check_absent(ranks: Ranks, phase: str, timeout_s: float) -> str:
     """One rank stays away from a dispatch, or from a combine: all others raise and name it; after `reset` all goes on."""
     if ranks.num_ranks < 2:
         raise Skipped("one rank has no peers")
-    shape = Shape(ranks.num_ranks, 16, 256, 2, 2 * ranks.num_ranks)
+    shape = small_shape(ranks.num_ranks)
     absent = ranks.num_ranks - 1 if phase == "dispatch" else 0
     one = Exchange(shape, ranks.rank, 600, False)
     said = ""
