@@ -98,6 +98,13 @@ FAULTS = [
         r"got = (int64_t)(ep_load_acquire_sys(\1) & 0xffffffffu);",
         "a peer's slot is written only after the peer has entered",
     ),
+    Fault(
+        "no wait for the counts of experts",
+        "dispatch",
+        r"(got\w*) = ep_wait_tag\((.*), epoch, [^;]*, 2, [^;]*\);",
+        r"\1 = (int64_t)(ep_load_acquire_sys(\2) & 0xffffffffu);",
+        "the handle's counts are those of all ranks",
+    ),
     Fault("base off by one", "dispatch", r"(start\[\w+\] = \w+);", r"\1 + 1;", "rows of earlier ranks come first"),
     Fault(
         "stale epoch, dispatch",
@@ -215,6 +222,13 @@ def _plant(monkeypatch: pytest.MonkeyPatch, fault: Fault | None) -> dict[KernelS
 
 
 RANKS, TOKENS, TOPK, EXPERTS = 3, 9, 3, 7
+HANDLE_FIELDS = (
+    "psum_num_recv_tokens_per_scaleup_rank",
+    "psum_num_recv_tokens_per_expert",
+    "num_unaligned_recv_tokens_per_expert",
+    "recv_src_metadata",
+    "dst_buffer_slot_idx",
+)
 
 
 class Scenario:
@@ -280,7 +294,9 @@ class Scenario:
             backs += [buffer.combine(y[rank], handle, recv_weights) for y in (ys[1:-1] if reads else ys)]
             again, again_idx, _, _, _ = buffer.dispatch(xs[rank], handle=handle)
             backs += [buffer.combine(again, handle, recv_weights)] if reads else []
-            outputs.append([recv, again, recv_idx, recv_weights, again_idx, *(part for b in backs for part in b[:2])])
+            outputs.append(
+                [recv, again, recv_idx, recv_weights, again_idx, *(part for b in backs for part in b[:2]), handle]
+            )
         return outputs
 
     def _difference(self, outputs: list[list[list[Any]]]) -> str | None:
@@ -289,7 +305,12 @@ class Scenario:
                 want = sent[rank]
                 expected = [want.recv_x, want.recv_x, want.recv_topk_idx, want.recv_topk_weights, want.recv_topk_idx]
                 expected += [part for b in back for part in (b[rank].combined_x, b[rank].combined_topk_weights)]
-                for place, (a, b) in enumerate(zip(expected, outputs[rank][number], strict=True)):
+                *found, handle = outputs[rank][number]
+                for name in HANDLE_FIELDS:
+                    left, right = (getattr(one, name) for one in (want.handle, handle))
+                    if not torch.equal(left[: counts[rank]], right[: counts[rank]]):
+                        return f"round {number}, rank {rank}: handle.{name} differs"
+                for place, (a, b) in enumerate(zip(expected, found, strict=True)):
                     rows = counts[rank] if place < 2 else None  # what lies past the count is undefined
                     pairs = zip(a, b, strict=True) if isinstance(a, tuple) else [(a, b)]
                     if not all(torch.equal(left[:rows], right[:rows]) for left, right in pairs):
