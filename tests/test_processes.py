@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +20,8 @@ import pytest
 import torch
 from workers import Pools
 
-from tile_ep import cases
+import tile_ep
+from tile_ep import Buffer, cases
 from tile_ep import selftest_processes as selftest
 from tile_ep.errors import PeerTimeoutError
 
@@ -25,13 +30,13 @@ SCRIPTS = ROOT / "scripts"
 CPU = selftest.Place("collective", torch.device("cpu"))
 
 
-def run(command: list[str], seconds: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command,
         capture_output=True,
         text=True,
         check=False,
-        timeout=seconds,
+        timeout=120,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
     )
 
@@ -75,7 +80,7 @@ def test_two_processes_under_torchrun() -> None:
 def test_a_check_that_takes_too_long_ends_the_process() -> None:
     done = alone("--only", "rounds", "--rounds", "1000000", "--limit", "3")
     assert done.returncode == 1
-    assert "Timeout" in done.stderr and "check_rounds" in done.stderr
+    assert "still there after 3 s" in done.stderr and "check_rounds" in done.stderr
 
 
 def test_it_wants_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,7 +173,7 @@ def two_places(rank: int) -> tuple[str, str]:
     exact = selftest._factor
     try:
         calls = iter([1.0, 1.0, 2.0, 2.0])
-        selftest._factor = lambda _: next(calls)
+        selftest._factor = lambda rank: next(calls)
         with pytest.raises(AssertionError, match="combined_x differs") as wrong:
             selftest.check_large(ranks, shape, "bf16")
     finally:
@@ -179,6 +184,63 @@ def two_places(rank: int) -> tuple[str, str]:
 def test_two_backends_are_compared(pools: Pools) -> None:
     for said, wrong in pools(2).run(two_places):
         assert said == "20 tokens x 256 fp8, top-2 of 4" and wrong == "rank layout, combined_x differs"
+
+
+class SimulatedRanks(selftest.Ranks):
+    """Ranks in threads of this process, whose buffers run the kernels in the simulator."""
+
+    def __init__(self, rank: int, meeting: Any, opened: dict[str, Any]) -> None:
+        self.rank, self.num_ranks, self.timeout_s = rank, 2, 60.0
+        self.places = [selftest.Place("nvlink", torch.device("cpu"))]
+        self._meeting, self._opened = meeting, opened
+
+    def gather(self, value: Any) -> list[Any]:
+        return self._meeting.gather(self.rank, value)
+
+    @contextlib.contextmanager
+    def open(
+        self, place: selftest.Place, shape: selftest.Shape, timeout_s: float | None = None, **options: Any
+    ) -> Iterator[Buffer]:
+        if self.rank == 0:
+            self._opened["now"] = tile_ep.loopback(
+                shape.ranks,
+                "sim",
+                num_max_tokens_per_rank=shape.tokens,
+                hidden=shape.hidden,
+                num_topk=shape.topk,
+                num_experts=shape.experts,
+                timeout_s=timeout_s or self.timeout_s,
+                **{"expand_factor": shape.ranks + 1.0, **options},
+            )
+        self.meet()
+        yield self._opened["now"][self.rank]
+        self.meet()
+
+
+SIMULATED: dict[str, Callable[[selftest.Ranks], str]] = {
+    "rounds": lambda ranks: selftest.check_rounds(ranks, False, 6),
+    "rounds, expanded": lambda ranks: selftest.check_rounds(ranks, True, 6),
+    "handles alive": lambda ranks: selftest.check_alive(ranks, True),
+    "queued": lambda ranks: selftest.check_queued(ranks, 4),
+    "absent from dispatch": lambda ranks: selftest.check_absent(ranks, "dispatch", 1.0),
+    "absent from combine": lambda ranks: selftest.check_absent(ranks, "combine", 1.0),
+}
+
+
+@pytest.mark.parametrize("name", SIMULATED)
+def test_checks_through_the_kernels(name: str) -> None:
+    """What only runs on GPUs otherwise, simulated."""
+    pytest.importorskip("tilelang")
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    from tile_ep.worlds.loopback import Meeting
+
+    meeting = Meeting(2, 60.0)
+    opened: dict[str, Any] = {}
+    everyone = [SimulatedRanks(rank, meeting, opened) for rank in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        said = list(threads.map(lambda ranks: selftest.together(ranks, lambda: SIMULATED[name](ranks)), everyone))
+    assert said[0] == said[1] and said[0]
 
 
 # ---------------------------------------------------------------- the script

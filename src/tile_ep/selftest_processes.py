@@ -17,6 +17,7 @@ import os
 import random
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +39,8 @@ from tile_ep.quantize import per_token_cast_to_fp8
 
 _OVERLAP = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 _LAYOUTS = {"rank layout": False, "expanded": True}
-_SHAPE_SMS = (4, 8, 16)
+_SMS = {"cuda": (4, 8, 16), "cpu": (2, 4, 8)}  # of the rounds of a long run, in turn
+_GRACE_S = 10.0
 _DISTINCT = 32  # inputs of a long run, drawn in random order
 _COMPILERS = 12  # processes of this host that compile side by side
 TUNINGS: dict[str, dict[str, bool]] = {"pull": {}, "push": {"pushes": True}, "by-warp": {"by_warp": True}}
@@ -180,7 +182,7 @@ def check_cases(ranks: Ranks, do_expand: bool, number: int) -> str:
                 wrong.append(f"{place}: {case}\n{traceback.format_exc()}")
     if wrong:
         raise AssertionError(f"{len(wrong)} of {len(wanted)} cases:\n" + "\n".join(wrong[:3]))
-    own = sum(not case.name.endswith(tuple(f"-from-{n}" for n in range(1, 9))) for case in wanted)
+    own = sum(case in cases.GRID for case in wanted)
     return f"{len(wanted)} cases, {own} of the shared list and {len(wanted) - own} derived from it"
 
 
@@ -363,7 +365,7 @@ def check_rounds(ranks: Ranks, do_expand: bool, rounds: int) -> str:
             for step, number in enumerate(numbers):
                 _poison(place.device)
                 _dawdle(late, place.device)
-                sms = _SHAPE_SMS[step % len(_SHAPE_SMS)]
+                sms = _SMS[place.device.type][step % 3]
                 got = distinct[number].run(buffer, sms, zero_copy=step % 2 == 1, do_cpu_sync=step % 5 != 4)
                 distinct[number].check(got, f"{place}, round {step}")
     return f"{rounds} rounds of {len(distinct)} inputs on {_list(ranks.places)}"
@@ -598,6 +600,28 @@ def together(ranks: Ranks, call: Callable[[], str | None]) -> str | None:
     return said
 
 
+@contextlib.contextmanager
+def within(limit_s: float) -> Iterator[None]:
+    """End this process, after saying where it stands, if it is still in here after `limit_s`."""
+    ended = threading.Timer(limit_s, _end, (limit_s,))
+    ended.daemon = True
+    ended.start()
+    faulthandler.dump_traceback_later(limit_s + _GRACE_S, exit=True)  # where Python itself does not move any more
+    try:
+        yield
+    finally:
+        ended.cancel()
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _end(limit_s: float) -> None:
+    said = [f"still there after {limit_s:g} s"]
+    for frame in sys._current_frames().values():
+        said += ["thread:", *traceback.format_stack(frame)]
+    print("\n".join(said), file=sys.stderr, flush=True)
+    os._exit(1)
+
+
 class Report:
     """Runs checks, says on the first rank how each went, and remembers which failed.
 
@@ -611,18 +635,17 @@ class Report:
         self._start = time.monotonic()
 
     def run(self, name: str, check: Callable[[], str]) -> None:
-        """Collective. A process that takes longer than the limit prints where it stands and exits."""
-        faulthandler.dump_traceback_later(self._limit_s, exit=True)
+        """Collective. A process that takes longer than the limit says where it stands and ends."""
         start = time.monotonic()
-        try:
-            word, said = "ok", together(self._ranks, check)
-        except Skipped as reason:
-            word, said = "skip", str(reason)
-        except AssertionError as error:
-            word, said = "FAILED", str(error)
-            self.failed.append(name)
-        seconds = max(self._ranks.gather(time.monotonic() - start))
-        faulthandler.cancel_dump_traceback_later()
+        with within(self._limit_s):
+            try:
+                word, said = "ok", together(self._ranks, check)
+            except Skipped as reason:
+                word, said = "skip", str(reason)
+            except AssertionError as error:
+                word, said = "FAILED", str(error)
+                self.failed.append(name)
+            seconds = max(self._ranks.gather(time.monotonic() - start))
         self._print(f"{word:6} {name:32} {seconds:6.1f} s  {said}")
 
     def finish(self) -> int:
@@ -726,10 +749,23 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     use_tuning(options.tuning)
     _use_loopback_interface()
-    faulthandler.dump_traceback_later(options.limit, exit=True)
+    with within(options.limit):
+        ranks = _start(places, options.timeout)
+    report = Report(ranks, options.limit)
+    for name, check in all_checks(ranks, options).items():
+        report.run(name, check)
+    status = report.finish()
+    with within(options.limit):
+        ranks.meet()
+        dist.destroy_process_group()
+    return status
+
+
+def _start(places: list[Place], timeout_s: float) -> Ranks:
+    """Join the others. Collective."""
     nccl = places[-1].device.type == "cuda"
-    dist.init_process_group("nccl" if nccl else "gloo", timeout=timedelta(seconds=3 * options.timeout + 120))
-    ranks = Ranks(places, options.timeout)
+    dist.init_process_group("nccl" if nccl else "gloo", timeout=timedelta(seconds=3 * timeout_s + 120))
+    ranks = Ranks(places, timeout_s)
     ranks.meet()
     if ranks.rank == 0:
         where = torch.cuda.get_device_name() if places[0].device.type == "cuda" else "CPUs"
@@ -737,15 +773,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(
             f"{ranks.num_ranks} processes on {where}, {group}, torch {torch.__version__}: {_list(places)}", flush=True
         )
-    report = Report(ranks, options.limit)
-    for name, check in all_checks(ranks, options).items():
-        report.run(name, check)
-    status = report.finish()
-    faulthandler.dump_traceback_later(60.0, exit=True)
-    ranks.meet()
-    dist.destroy_process_group()
-    faulthandler.cancel_dump_traceback_later()
-    return status
+    return ranks
 
 
 if __name__ == "__main__":
