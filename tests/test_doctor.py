@@ -84,7 +84,7 @@ def test_a_backend_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TILE_EP_BACKEND", "pigeons")
     (finding,) = (finding for finding in doctor._environment() if finding.name == "TILE_EP_BACKEND")
     assert finding.state is State.missing and "'pigeons'" in finding.said and finding.mend == "unset TILE_EP_BACKEND"
-    assert doctor._picks(Finding("nvlink", State.ok, ""), True) == ["nothing: TILE_EP_BACKEND names no backend"]
+    assert doctor._picks(Finding("nvlink", State.ok, ""), False, True) == ["nothing: TILE_EP_BACKEND names no backend"]
 
 
 def test_what_a_buffer_picks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,13 +92,14 @@ def test_what_a_buffer_picks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.delenv("TILE_EP_BACKEND", raising=False)
-    assert doctor._picks(there, True)[0] == "nvlink: up to 4 ranks of this host, a GPU each"
-    assert doctor._picks(there, True)[1].startswith("collective: more ranks than GPUs")
-    assert doctor._picks(absent, True) == ["collective: nvlink cannot be used (no peer access)"]
-    assert doctor._picks(absent, False) == ["nothing: nvlink cannot be used (no peer access)"]
+    assert doctor._picks(there, False, True)[0] == "nvlink: up to 4 ranks of this host, a GPU each"
+    assert doctor._picks(there, False, True)[1].startswith("collective: more ranks than GPUs")
+    assert doctor._picks(absent, True, True) == ["collective: nvlink cannot be used (no peer access)"]
+    assert doctor._picks(absent, True, False) == ["nothing: nvlink cannot be used (no peer access)"]
+    assert doctor._picks(absent, False, True)[0].endswith("a GPU each, though it failed here")
     monkeypatch.setenv("TILE_EP_BACKEND", "nvlink")
-    assert doctor._picks(there, True) == ["nvlink: TILE_EP_BACKEND says so"]
-    assert doctor._picks(absent, True) == ["nvlink: TILE_EP_BACKEND says so, though it does not work here"]
+    assert doctor._picks(there, False, True) == ["nvlink: TILE_EP_BACKEND says so"]
+    assert doctor._picks(absent, True, True) == ["nvlink: TILE_EP_BACKEND says so, though it does not work here"]
 
 
 TOPOLOGY = """
@@ -128,6 +129,21 @@ def test_peers_and_links(monkeypatch: pytest.MonkeyPatch) -> None:
         "links of GPU1": (State.ok, "NV18"),
         "links of GPU2": (State.note, "NV18, SYS"),
     }
+
+
+@pytest.mark.parametrize(
+    ("error", "refused"), [(BackendUnavailableError("no peer access"), True), (RuntimeError("driver"), False)]
+)
+def test_a_gpu_that_fails_is_not_one_that_is_refused(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, refused: bool
+) -> None:
+    monkeypatch.setattr(
+        doctor, "_devices", lambda: [torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)]
+    )
+    monkeypatch.setattr(doctor, "_on", lambda device, backend: error if device.index == 1 else None)
+    finding, was_refused = doctor._nvlink()
+    assert finding.state is State.missing and str(error) in finding.said and finding.said.startswith("cuda:1: ")
+    assert was_refused is refused
 
 
 def test_a_version_that_was_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:

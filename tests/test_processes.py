@@ -72,7 +72,7 @@ def test_two_processes_under_torchrun() -> None:
             for check in ("cases", "rounds", "handles alive")
             for layout in ("rank layout", "expanded")
         ),
-        *("two buffers", "absent rank, dispatch", "absent rank, combine"),
+        *("two buffers", "gradients", "absent rank, dispatch", "absent rank, combine"),
     }
     assert sum(line.startswith("skip ") for line in lines) == len(lines) - 2 - len(passed)
 
@@ -221,6 +221,7 @@ SIMULATED: dict[str, Callable[[selftest.Ranks], str]] = {
     "rounds": lambda ranks: selftest.check_rounds(ranks, False, 6),
     "rounds, expanded": lambda ranks: selftest.check_rounds(ranks, True, 6),
     "handles alive": lambda ranks: selftest.check_alive(ranks, True),
+    "gradients": lambda ranks: selftest.check_gradients(ranks, 2),
     "queued": lambda ranks: selftest.check_queued(ranks, 4),
     "absent from dispatch": lambda ranks: selftest.check_absent(ranks, "dispatch", 1.0),
     "absent from combine": lambda ranks: selftest.check_absent(ranks, "combine", 1.0),

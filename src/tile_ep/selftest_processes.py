@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tile_ep import cases, reference
+from tile_ep import autograd, cases, reference
 from tile_ep.buffer import Buffer
 from tile_ep.cases import Case
 from tile_ep.errors import PeerTimeoutError
@@ -238,6 +238,10 @@ class Exchange:
     """Fresh inputs of one rank, and what the reference makes of those of all ranks; all on the CPU.
 
     Each rank's expert multiplies by a power of two of its own: exact, and seen where a row comes from the wrong rank.
+
+    Attributes:
+        handles: the reference's, by rank.
+        rows: that this rank receives.
     """
 
     def __init__(self, shape: Shape, rank: int, seed: int, do_expand: bool) -> None:
@@ -264,7 +268,8 @@ class Exchange:
         )
         ys: list[Any] = [one.recv_x * _factor(peer) for peer, one in enumerate(sent)]  # type: ignore[operator]
         back: list[Any] = [one.recv_topk_weights for one in sent]
-        handles = [one.handle for one in sent]
+        self.handles = handles = [one.handle for one in sent]
+        self._received_weights = back
         combined = reference.combine(ys, handles, back, apply_weights=do_expand)[rank]
         self.rows = handles[rank].num_expanded_tokens if do_expand else handles[rank].num_recv_tokens
         self._expected = _outputs(
@@ -297,6 +302,15 @@ class Exchange:
     def run(self, buffer: Buffer, num_sms: int, zero_copy: bool = False, **options: Any) -> Outputs:
         """Dispatch, expert, combine. Collective."""
         return self.combine(buffer, self.dispatch(buffer, num_sms, **options), num_sms, zero_copy)
+
+    def gradient(self, rank: int, grads: list[torch.Tensor]) -> torch.Tensor:
+        """`[T, H]`, of the tokens of `rank` where those of all ranks' sums are `grads`, from an expanded exchange."""
+        arrived = reference.dispatch(grads, None, handles=self.handles, do_expand=True)
+        rows: list[Any] = []
+        for peer, (one, weights) in enumerate(zip(arrived, self._received_weights, strict=True)):
+            assert isinstance(one.recv_x, torch.Tensor)
+            rows.append((one.recv_x.float() * weights[:, None]).to(one.recv_x.dtype) * _factor(peer))
+        return reference.combine(rows, self.handles)[rank].combined_x
 
     def check_sums(self, sums: torch.Tensor, said: str) -> None:
         """Raise unless these are the tokens' sums, and zero past the last token."""
@@ -398,6 +412,32 @@ def check_two_buffers(ranks: Ranks) -> str:
                 for one, buffer, result in zip(pair, (first, second), sent, strict=True):
                     one.check(one.combine(buffer, result, 4), f"{place}, seed {seed}")
     return f"8 rounds on {_list(ranks.places)}"
+
+
+def check_gradients(ranks: Ranks, steps: int) -> str:
+    """Sums and the gradients of tokens, through dispatch, expert and combine, against the reference; those of weights, whose
+    sums over a row depend on the device, between two backends of one.
+    """
+    shape = small_shape(ranks.num_ranks)
+    for seed in range(steps):
+        one = Exchange(shape, ranks.rank, 700 + seed, True)
+        draw = torch.Generator().manual_seed(seed)
+        grads = [torch.randn(len(h.topk_idx), shape.hidden, generator=draw).bfloat16() for h in one.handles]
+        wanted, of_weights = one.gradient(ranks.rank, grads), []
+        for place in ranks.places:
+            with ranks.open(place, shape) as buffer:
+                x, topk_idx, weights = one.given(place.device)
+                x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+                received = autograd.dispatch(buffer, x, topk_idx, weights)
+                sums = autograd.combine(buffer, received.x * _factor(ranks.rank), received, received.topk_weights)
+                sums.backward(grads[ranks.rank].to(place.device))
+            one.check_sums(sums.detach(), f"{place}, step {seed}")
+            assert x.grad is not None and weights.grad is not None
+            assert torch.equal(wanted, x.grad.cpu()), f"{place}, step {seed}: x.grad differs"
+            of_weights.append(weights.grad)
+        first, last = of_weights[0], of_weights[-1]
+        assert first.device != last.device or torch.equal(first, last), f"step {seed}: weights.grad differs"
+    return f"{steps} steps on {_list(ranks.places)}"
 
 
 def _list(places: Sequence[Place]) -> str:
@@ -671,6 +711,7 @@ def all_checks(ranks: Ranks, options: argparse.Namespace) -> dict[str, Callable[
     for layout, expand in _LAYOUTS.items():
         checks[f"handles alive, {layout}"] = functools.partial(check_alive, ranks, expand)
     checks["two buffers"] = functools.partial(check_two_buffers, ranks)
+    checks["gradients"] = functools.partial(check_gradients, ranks, 6)
     for payload in ("bf16", "fp8"):
         shape = Shape(ranks.num_ranks, options.tokens, 7168, 8, 256)
         checks[f"V3 shape, {payload}"] = functools.partial(check_large, ranks, shape, payload)

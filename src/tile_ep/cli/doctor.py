@@ -26,7 +26,7 @@ from tile_ep import config as settings
 from tile_ep.bench.machine import query
 from tile_ep.buffer import Buffer
 from tile_ep.cli.worlds import _use_loopback_interface
-from tile_ep.errors import TileEPError
+from tile_ep.errors import BackendUnavailableError, TileEPError
 
 _TIMEOUT_S = 60.0
 _CAPABILITY = 9, 0
@@ -122,10 +122,10 @@ def diagnose() -> Diagnosis:
         found.findings["peers"] = _links(found.peers)
     found.findings["environment"] = _environment()
     with _group_of_one():
-        nvlink = _nvlink()
+        nvlink, refused = _nvlink()
         collective = [_collective(device) for device in _devices()[:2]]
         found.backends = [nvlink, *collective, _simulator()]
-    found.picks = _picks(nvlink, collective[-1].state is State.ok)
+    found.picks = _picks(nvlink, refused, collective[-1].state is State.ok)
     return found
 
 
@@ -335,16 +335,20 @@ def _devices() -> list[torch.device]:
     return [torch.device("cpu"), *(torch.device("cuda", index) for index in range(number))]
 
 
-def _problem(run: Callable[[], object]) -> str | None:
+def _problem(run: Callable[[], object]) -> Exception | None:
     """What `run` raises, or `None`."""
     try:
         run()
     except Exception as error:  # a broken driver or library can raise anything
-        return str(error) if isinstance(error, TileEPError) else f"{type(error).__name__}: {error}"
+        return error
     return None
 
 
-def _on(device: torch.device, backend: str) -> str | None:
+def _words(error: Exception) -> str:
+    return str(error) if isinstance(error, TileEPError) else f"{type(error).__name__}: {error}"
+
+
+def _on(device: torch.device, backend: str) -> Exception | None:
     """What is wrong with an exchange of one rank there, or `None`."""
 
     def run() -> None:
@@ -356,22 +360,24 @@ def _on(device: torch.device, backend: str) -> str | None:
     return _problem(run)
 
 
-def _nvlink() -> Finding:
+def _nvlink() -> tuple[Finding, bool]:
+    """The second: whether a Buffer refuses it, rather than fail with it."""
     gpus = _devices()[1:]
     if not gpus:
-        return Finding("nvlink", State.missing, "no GPU", "a GPU of compute capability 9.0 or later")
+        return Finding("nvlink", State.missing, "no GPU", "a GPU of compute capability 9.0 or later"), True
     problems = {device: problem for device in gpus if (problem := _on(device, "nvlink"))}
     if problems:
-        said = "; ".join(f"{device}: {problem}" for device, problem in problems.items())
-        return Finding("nvlink", State.missing, said, "what is missing above")
-    return Finding("nvlink", State.ok, f"rows came back right on {', '.join(map(str, gpus))}, each for itself")
+        said = "; ".join(f"{device}: {_words(problem)}" for device, problem in problems.items())
+        refused = any(isinstance(problem, BackendUnavailableError) for problem in problems.values())
+        return Finding("nvlink", State.missing, said, "what is missing above"), refused
+    return Finding("nvlink", State.ok, f"rows came back right on {', '.join(map(str, gpus))}, each for itself"), False
 
 
 def _collective(device: torch.device) -> Finding:
     library = "gloo, CPUs" if device.type == "cpu" else "NCCL, GPUs"
     problem = _on(device, "collective")
     if problem is not None:
-        return Finding(f"collective ({library})", State.missing, problem, "a PyTorch with gloo and NCCL")
+        return Finding(f"collective ({library})", State.missing, _words(problem), "a PyTorch with gloo and NCCL")
     return Finding(f"collective ({library})", State.ok, "rows came back right")
 
 
@@ -384,11 +390,11 @@ def _simulator() -> Finding:
 
     problem = _problem(run)
     if problem is not None:
-        return Finding("simulator", State.missing, problem, "what is missing above")
+        return Finding("simulator", State.missing, _words(problem), "what is missing above")
     return Finding("simulator", State.ok, "2 ranks through the kernels, rows came back right")
 
 
-def _picks(nvlink: Finding, collective: bool) -> list[str]:
+def _picks(nvlink: Finding, refused: bool, collective: bool) -> list[str]:
     """What a Buffer takes that is not told."""
     if _problem(lambda: settings.backend_choice("auto")) is not None:
         return ["nothing: TILE_EP_BACKEND names no backend"]
@@ -397,11 +403,12 @@ def _picks(nvlink: Finding, collective: bool) -> list[str]:
     if choice != "auto":
         works = nvlink.state is State.ok if choice == "nvlink" else collective
         return [f"{choice}: TILE_EP_BACKEND says so" + ("" if works else ", though it does not work here")]
-    if nvlink.state is not State.ok:
+    if refused:
         return [f"{other}: nvlink cannot be used ({nvlink.said})"]
     gpus = len(_devices()) - 1
+    failed = "" if nvlink.state is State.ok else ", though it failed here"
     return [
-        f"nvlink: up to {gpus} ranks of this host, a GPU each",
+        f"nvlink: up to {gpus} ranks of this host, a GPU each{failed}",
         f"{other}: more ranks than GPUs, or several hosts, or tensors on CPUs",
     ]
 
