@@ -265,7 +265,16 @@ class NvlinkBackend:
         elif request.do_cpu_sync:
             num_rows, expert_counts, needed = self._wait_host_counts(num_local, request)
             if request.do_expand:
-                self._check_capacity(request, topk_idx, needed)
+                error = self._capacity_error(
+                    needed,
+                    request.num_experts,
+                    request.num_max_tokens_per_rank,
+                    num_topk,
+                    request.expert_alignment,
+                )
+                if error is not None:
+                    world.synchronize()
+                    raise error
                 num_expanded = needed[self.rank]
 
         received = self._received(
@@ -403,21 +412,16 @@ class NvlinkBackend:
             self.config.expand_factor,
         )
 
-    def _check_capacity(self, request: DispatchRequest, topk_idx: torch.Tensor, needed: list[int]) -> None:
-        capacity = {rank: self._expanded_capacity(request, topk_idx, rank) for rank in range(self.num_ranks)}
-        if any(needed[rank] > capacity[rank] for rank in capacity):
-            self.world.synchronize()
-            raise self._capacity_error(
-                dict(enumerate(needed)),
-                request.num_experts,
-                (request.num_max_tokens_per_rank, topk_idx.shape[1], request.expert_alignment),
-            )
-
-    def _capacity_error(self, needed: dict[int, int], num_experts: int, sizes: tuple[int, int, int]) -> CapacityError:
-        """For the ranks among `needed` that do not hold as many rows. `sizes`: T_max, K and the alignment."""
+    def _capacity_error(
+        self, needed: list[int], num_experts: int, num_max_tokens: int, num_topk: int, alignment: int
+    ) -> CapacityError | None:
+        """For the ranks that hold fewer rows than they need, if any. `needed`: by rank."""
         partition, factor = ExpertPartition(num_experts, self.num_ranks), self.config.expand_factor
-        capacity = {rank: expanded_capacity(partition, rank, *sizes, factor) for rank in needed}
-        over = {rank: rows for rank, rows in needed.items() if rows > capacity[rank]}
+        sizes = num_max_tokens, num_topk, alignment
+        capacity = {rank: expanded_capacity(partition, rank, *sizes, factor) for rank in range(self.num_ranks)}
+        over = {rank: rows for rank, rows in enumerate(needed) if rows > capacity[rank]}
+        if not over:
+            return None
         return CapacityError(
             over,
             {rank: capacity[rank] for rank in over},
@@ -457,11 +461,15 @@ class NvlinkBackend:
         else:
             assert handle.num_rows_needed is not None
             needed = handle.num_rows_needed.tolist()
-        sizes = handle.num_max_tokens_per_rank, handle.topk_idx.shape[1], handle.expert_alignment
-        partition = ExpertPartition(handle.num_experts, self.num_ranks)
-        factor = self.config.expand_factor
-        if any(rows > expanded_capacity(partition, rank, *sizes, factor) for rank, rows in enumerate(needed)):
-            raise self._capacity_error(dict(enumerate(needed)), handle.num_experts, sizes)
+        error = self._capacity_error(
+            needed,
+            handle.num_experts,
+            handle.num_max_tokens_per_rank,
+            handle.topk_idx.shape[1],
+            handle.expert_alignment,
+        )
+        if error is not None:
+            raise error
 
     # ------------------------------------------------------------ combine
 
