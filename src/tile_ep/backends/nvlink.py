@@ -185,7 +185,10 @@ class NvlinkBackend:
         num_blocks = self._num_blocks(request.num_sms)
         exact = request.do_cpu_sync if handle is None else handle.plan.exact
         spec = self._dispatch_spec(request, data, scales, topk_idx, exact)
-        self._check_room(request, topk_idx, spec)
+        larger, smaller = 0, 0  # expanded rows of the first rank, which has most experts, and of the last
+        if request.do_expand:
+            larger, smaller = (self._expanded_capacity(request, topk_idx, at) for at in (0, self.num_ranks - 1))
+        self._check_room(request, spec, larger)
         # Memory of the current stream may still be in use there by what was queued after the event.
         on_comm = request.streams.allocate_on_comm_stream or request.streams.previous_event is not None
 
@@ -242,10 +245,8 @@ class NvlinkBackend:
                 "num_tokens": num_tokens,
                 "max_tokens": request.num_max_tokens_per_rank,
                 "alignment": request.expert_alignment,
-                "larger_rows": self._expanded_capacity(request, topk_idx, 0) if request.do_expand else 0,
-                "smaller_rows": self._expanded_capacity(request, topk_idx, self.num_ranks - 1)
-                if request.do_expand
-                else 0,
+                "larger_rows": larger,
+                "smaller_rows": smaller,
                 "slot": slot,
                 "slots_at": self._layout.slots,
                 "slot_bytes": layout.num_bytes,
@@ -429,7 +430,7 @@ class NvlinkBackend:
             max(expand_factor_for(partition, rank, *sizes, rows) for rank, rows in over.items()),
         )
 
-    def _check_room(self, request: DispatchRequest, topk_idx: torch.Tensor, spec: DispatchSpec) -> None:
+    def _check_room(self, request: DispatchRequest, spec: DispatchSpec, most: int) -> None:
         """The buffer's memory was sized for its own `num_experts` and `num_topk`, and alignments up to 128; that of a block for
         some thousand experts.
         """
@@ -441,15 +442,13 @@ class NvlinkBackend:
             )
         if request.num_experts > self._max_experts:
             raise ArgumentError("num_experts", request.num_experts, f"at most {self._max_experts} on this Buffer")
-        if request.do_expand:
-            most = max(self._expanded_capacity(request, topk_idx, rank) for rank in range(self.num_ranks))
-            if most > self._layout.slot.rows:
-                raise ArgumentError(
-                    "do_expand",
-                    f"a dispatch that may bring {most} rows",
-                    f"at most the {self._layout.slot.rows} rows that this Buffer has room for",
-                    "Build it with the num_topk and num_experts of its expanded dispatches, and align experts to at most 128",
-                )
+        if most > self._layout.slot.rows:
+            raise ArgumentError(
+                "do_expand",
+                f"a dispatch that may bring {most} rows",
+                f"at most the {self._layout.slot.rows} rows that this Buffer has room for",
+                "Build it with the num_topk and num_experts of its expanded dispatches, and align experts to at most 128",
+            )
 
     def _check_overflow(self, handle: EPHandle) -> None:
         """Raise what the expanded dispatch of `handle`, without host synchronisation, has left behind."""
