@@ -100,8 +100,11 @@ class LoopbackRunner:
         import tile_ep
         from tile_ep import cases
 
+        from tile_ep.kernels.tuning import HOPPER, SIMULATOR
+
         inputs = cases.make_inputs(case)
-        with tile_ep.loopback(case.num_ranks, device=self._device, **case.buffer_arguments()) as ranks:
+        tuning = case.tuned(HOPPER if self._device == "cuda" else SIMULATOR)
+        with tile_ep.loopback(case.num_ranks, device=self._device, tuning=tuning, **case.buffer_arguments()) as ranks:
             return [to_cpu(out) for out in ranks.run(lambda rank, buffer: cases.run_rank(buffer, case, inputs[rank]))]
 
 

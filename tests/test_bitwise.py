@@ -64,7 +64,11 @@ def _run_schedule(case: Case, schedule: int, **tuned: bool) -> list[dict[str, An
 
     inputs = make_inputs(case)
     with tile_ep.loopback(
-        case.num_ranks, device="sim", seed=schedule, tuning=replace(SIMULATOR, **tuned), **case.buffer_arguments()
+        case.num_ranks,
+        device="sim",
+        seed=schedule,
+        tuning=case.tuned(replace(SIMULATOR, **tuned)),
+        **case.buffer_arguments(),
     ) as ranks:
         return [to_cpu(out) for out in ranks.run(lambda rank, buffer: run_rank(buffer, case, inputs[rank]))]
 

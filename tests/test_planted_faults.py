@@ -38,6 +38,7 @@ class Fault:
         pattern, replacement: as for `re.sub`; every match is replaced, and there must be one.
         why: what the line is for.
         pushes: in the variant of combine that pushes rows.
+        few: in the dispatch of few tokens, of which every block counts all.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Fault:
     replacement: str
     why: str
     pushes: bool = False
+    few: bool = False
 
     def is_in(self, spec: KernelSpec) -> bool:
         """Whether it is planted into the kernel of `spec`."""
@@ -94,15 +96,15 @@ FAULTS = [
     Fault(
         "no entry wait",
         "dispatch",
-        r"got = ep_wait_tag\((.*), epoch, [^;]*, 1, source, [^;]*\);",
-        r"got = (int64_t)(ep_load_acquire_sys(\1) & 0xffffffffu);",
+        r"got(\w*)\[0\] = ep_wait_tag\((.*), epoch\w*, [^;]*, 1, [^;]*\);",
+        r"got\1[0] = (int64_t)(ep_load_acquire_sys(\2) & 0xffffffffu);",
         "a peer's slot is written only after the peer has entered",
     ),
     Fault(
         "no wait for the counts of experts",
         "dispatch",
-        r"(got\w*) = ep_wait_tag\((.*), epoch, [^;]*, 2, [^;]*\);",
-        r"\1 = (int64_t)(ep_load_acquire_sys(\2) & 0xffffffffu);",
+        r"got(\w*)\[0\] = ep_wait_tag\((.*), epoch\w*, [^;]*, 2, [^;]*\);",
+        r"got\1[0] = (int64_t)(ep_load_acquire_sys(\2) & 0xffffffffu);",
         "the handle's counts are those of all ranks",
     ),
     Fault("base off by one", "dispatch", r"(start\[\w+\] = \w+);", r"\1 + 1;", "rows of earlier ranks come first"),
@@ -144,15 +146,15 @@ FAULTS = [
     Fault(
         "own slot for all",
         "dispatch",
-        r"peer_slot\[(\w+)\] = \(\(int\)got\);",
+        r"peer_slot\[(\w+)\] = \(\(int\)got\[0\]\);",
         r"peer_slot[\1] = slot;",
         "the receiver says which slot may be written",
     ),
     Fault(
         "no read-done wait",
         "combine",
-        r"got = ep_wait_tag\([^;]*, previous, [^;]*, 4, i, [^;]*\);",
-        "got = 0;",
+        r"got(\w*)\[0\] = ep_wait_tag\([^;]*, 4, [^;]*\);",
+        r"got\1[0] = 0;",
         "rows are staged over what every peer has read",
     ),
     Fault(
@@ -161,8 +163,8 @@ FAULTS = [
     Fault(
         "no ready wait",
         "combine",
-        r"got_1 = ep_wait_tag\([^;]*, 5, [^;]*\);",
-        "got_1 = 0;",
+        r"got(\w*)\[0\] = ep_wait_tag\([^;]*, 5, [^;]*\);",
+        r"got\1[0] = 0;",
         "rows are pulled after their owner has staged them",
     ),
     Fault(
@@ -175,8 +177,8 @@ FAULTS = [
     Fault(
         "pushed too early",
         "combine",
-        r"got = ep_wait_tag\([^;]*, previous, [^;]*, 4, i, [^;]*\);",
-        "got = 0;",
+        r"got(\w*)\[0\] = ep_wait_tag\([^;]*, 4, [^;]*\);",
+        r"got\1[0] = 0;",
         "rows are pushed over what their new owner has summed",
         pushes=True,
     ),
@@ -195,6 +197,31 @@ FAULTS = [
         r"step\1 * stride",
         "where a row goes was asked for one step ahead",
         pushes=True,
+    ),
+]
+
+
+_BY_NAME = {fault.name: fault for fault in FAULTS}
+FAULTS += [
+    *(
+        replace(_BY_NAME[name], name=f"{name}, few tokens", few=True)
+        for name in ("no fence", "no entry wait", "no wait for the counts of experts", "base off by one", "own slot for all")
+    ),
+    Fault(
+        "earlier warps forgotten, few tokens",
+        "dispatch",
+        r"rank_row = \(\(rank_row \+ (start\[\w+\])\) \+ base\[.*\]\);",
+        r"rank_row = (rank_row + \1);",
+        "a warp counts only its share",
+        few=True,
+    ),
+    Fault(
+        "entry of this rank only, few tokens",
+        "dispatch",
+        r"ep_store_release_sys\(\(\(peers\[\w+\]",
+        "ep_store_release_sys(((own",
+        "every peer waits for the entry of every other",
+        few=True,
     ),
 ]
 
@@ -260,7 +287,7 @@ class Scenario:
             back = [reference.combine(y, handles, [output.recv_topk_weights for output in sent]) for y in ys]  # type: ignore[misc]
             self.rounds.append((xs, idxs, weights, sent, counts, ys, back))
 
-    def run(self, pushes: bool = False) -> str | None:
+    def run(self, pushes: bool = False, few: bool = False) -> str | None:
         """What went wrong, or `None`."""
         try:
             with tile_ep.loopback(
@@ -272,7 +299,7 @@ class Scenario:
                 num_slots=9,
                 seed=self.seed,
                 timeout_s=30,
-                tuning=replace(SIMULATOR, pushes=pushes),
+                tuning=replace(SIMULATOR, pushes=pushes, few=TOKENS * TOPK if few else 0),
             ) as ranks:
                 assert ranks.simulation is not None
                 with ranks.simulation.queued():
@@ -318,25 +345,27 @@ class Scenario:
         return None
 
 
-def _first_failure(scenarios: Callable[[int], Scenario], pushes: bool = False) -> tuple[int, str] | None:
+def _first_failure(
+    scenarios: Callable[[int], Scenario], pushes: bool = False, few: bool = False
+) -> tuple[int, str] | None:
     for seed in range(SEEDS):
-        said = scenarios(seed).run(pushes)
+        said = scenarios(seed).run(pushes, few)
         if said is not None:
             return seed, said
     return None
 
 
-@pytest.mark.parametrize("pushes", [False, True], ids=["pulls", "pushes"])
-def test_without_a_fault_every_seed_passes(pushes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pushes, few", [(False, False), (True, False), (False, True)], ids=["pulls", "pushes", "few"])
+def test_without_a_fault_every_seed_passes(pushes: bool, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     specs = _plant(monkeypatch, None)
-    assert _first_failure(Scenario, pushes) is None
+    assert _first_failure(Scenario, pushes, few) is None
     assert len(specs) == 5  # both payloads' dispatch and cached dispatch, one combine
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_fault_is_found(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     specs = _plant(monkeypatch, fault)
-    found = _first_failure(Scenario, fault.pushes)
+    found = _first_failure(Scenario, fault.pushes, fault.few)
     planted = [cuda_source(spec) for spec in specs if fault.is_in(spec)]
     assert any(re.search(fault.pattern, source) for source in planted), "the fault does not apply to the kernels"
     assert found is not None, f"not found in {SEEDS} seeds: {fault.why}"

@@ -11,12 +11,13 @@ import itertools
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
 
 import torch
 
 from tile_ep import Buffer, CapacityError, EPHandle, reference
+from tile_ep.kernels.tuning import Tuning
 from tile_ep.layout import ExpertPartition, ceil_div, expanded_starts
 
 Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -137,6 +138,11 @@ class Case:
             "max_scale_bytes": self._scale_shape[1] * self._scale_shape[0].itemsize if self.payload in SCALED else None,
             "expand_factor": self.expand_factor if self.do_expand else 2.0,
         }
+
+    def tuned(self, tuning: Tuning) -> Tuning:
+        """`tuning` with another limit of `few`: some cases have many tokens by it, some have few, some ranks of others have few."""
+        most = max(self.tokens) * self.num_topk
+        return replace(tuning, few=(0, most, most // 2, most)[self.seed % 4])
 
     @property
     def _scale_shape(self) -> tuple[torch.dtype, int]:

@@ -124,6 +124,7 @@ class ControlLayout:
     epoch: int = 0  # uint64, collectives completed
     combine_epoch: int = 8  # uint64, epoch of the last combine
     num_bad: int = 16  # uint32, entries of topk_idx that were out of range, since the host last asked
+    failed: int = 20  # uint32, not zero once a wait of this rank has given up: until a reset its kernels do nothing
     count_arrivals: int = 64  # uint32, grid counters, zero between collectives
     finish_arrivals: int = 128
     taken: int = 192  # uint32, pieces of work that warps have taken, zero between collectives

@@ -23,6 +23,7 @@ import torch
 from tile_ep import reference
 from tile_ep.buffer import Buffer
 from tile_ep.errors import PeerTimeoutError, StaleHandleError
+from tile_ep.kernels.tuning import HOPPER
 from tile_ep.selftest_layer import check_layer
 from tile_ep.worlds.loopback import Loopback, loopback
 
@@ -122,7 +123,8 @@ def run_case(identity: str) -> str | None:
     case = next(case for case in cases.GRID if str(case) == identity)
     try:
         inputs = cases.make_inputs(case)
-        with loopback(case.num_ranks, "cuda", timeout_s=60.0, **case.buffer_arguments()) as ranks:
+        tuning = case.tuned(HOPPER)
+        with loopback(case.num_ranks, "cuda", timeout_s=60.0, tuning=tuning, **case.buffer_arguments()) as ranks:
             outputs = ranks.run(lambda rank, buffer: cases.run_rank(buffer, case, inputs[rank]))
         cases.assert_same(case, cases.run_reference(case), [_to_cpu(output) for output in outputs])
     except Exception:

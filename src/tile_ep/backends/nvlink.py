@@ -343,6 +343,7 @@ class NvlinkBackend:
             zero_gaps=request.do_expand and request.do_zero_padding,
             fill_tail=not exact,
             host_counts=request.do_cpu_sync,
+            few=tuning.few if not cached and topk_idx.numel() <= tuning.few else 0,
             bulk=not tuning.by_warp and data_bytes % 16 == 0 and data.data_ptr() % 16 == 0,
             num_warps=shape.num_warps,
             chunk_bytes=shape.chunk_bytes,

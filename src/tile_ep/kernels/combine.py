@@ -125,7 +125,9 @@ def build(spec: CombineSpec) -> Any:
             slot_rows = T.alloc_shared((W, spec.depth), "int32", scope="shared")  # and how many rows that has
             slot_weight = T.alloc_shared((W, spec.depth), "float32", scope="shared")  # its factor, or addend
             in_place = T.alloc_shared((spec.num_ranks if spec.mixed else 1,), "int32", scope="shared")
-            flags = T.alloc_shared((3,), "int32", scope="shared")  # a wait gave up; last to stage; last to leave
+            flags = T.alloc_shared(
+                (4,), "int32", scope="shared"
+            )  # a wait gave up; last to stage; last to leave; an earlier collective gave up
 
             tid = T.get_thread_binding()
             epoch = T.alloc_var("uint64")
@@ -145,9 +147,11 @@ def build(spec: CombineSpec) -> Any:
                 flags=flags,
             )  # fmt: skip
             _prepare(spec, c)
+            alive = T.if_then_else(flags[3] == 0, 1, 0)
             if spec.staged or spec.has_weights:
-                _wait_reusable(spec, c)
-                alive = T.if_then_else(flags[0] == 0, 1, 0)
+                if alive == 1:
+                    _wait_reusable(spec, c)
+                    alive = T.if_then_else(flags[0] == 0, 1, 0)
                 if alive == 1:
                     if spec.staged:
                         if spec.expanded:
@@ -162,10 +166,11 @@ def build(spec: CombineSpec) -> Any:
                         _stage_weights(spec, c)
                     _announce_staged(spec, c)
             else:
-                if block == 0:
+                if T.And(alive == 1, block == 0):
                     _announce(spec, c)
-            _wait_ready(spec, c)
-            alive = T.if_then_else(flags[0] == 0, 1, 0)
+            if alive == 1:
+                _wait_ready(spec, c)
+                alive = T.if_then_else(flags[0] == 0, 1, 0)
             if alive == 1:
                 _sum_over_ranks(spec, c)
                 if spec.has_weights:
@@ -181,14 +186,15 @@ def _ready(s: CombineSpec, region: ep.Expr, rank: ep.Expr) -> ep.Expr:
 
 @T.macro
 def _prepare(s, c):
-    if c.tid < 3:
-        c.flags[c.tid] = 0
+    if c.tid == 0:
+        c.flags[0] = 0
+        c.flags[1] = 0
+        c.flags[2] = 0
+        c.flags[3] = ep.get(c.own + T.uint64(s.control.failed), "int32")
     if s.bulk:
-        if c.tid == 0:
-            for w in T.serial(s.num_warps):
-                for b in T.serial(s.depth):
-                    ep.barrier_init(c.bars[w, b], 1)
-                    ep.barrier_init(c.stage_bars[w, b], 1)
+        if c.tid < s.num_warps * s.depth:
+            ep.barrier_init(c.bars[c.tid // s.depth, c.tid % s.depth], 1)
+            ep.barrier_init(c.stage_bars[c.tid // s.depth, c.tid % s.depth], 1)
             ep.barrier_init_fence()
     T.sync_threads()
 
@@ -198,17 +204,13 @@ def _wait_reusable(s, c):
     """Every peer has read what the previous combine left in this rank's rows, so they may be overwritten."""
     previous = T.alloc_var("uint64")
     i = T.alloc_var("int32")
-    got = T.alloc_var("int64")
+    got = T.alloc_local((1,), "int64")
     previous = ep.get(c.own + T.uint64(s.control.combine_epoch), "uint64")
     i = c.tid
     if previous == T.uint64(0):
         i = s.num_ranks
     while i < s.num_ranks:
-        got = ep.wait_tag(
-            ep.at(c.own + T.uint64(s.control.read_done), i, 8), previous, c.status, PHASE_REUSE, i, c.timeout_ns
-        )
-        if got < T.int64(0):
-            c.flags[0] = 1
+        ep.wait_word(s, c, ep.at(c.own + T.uint64(s.control.read_done), i, 8), previous, PHASE_REUSE, i, got)
         i = i + s.threads
     T.sync_threads()
 
@@ -445,14 +447,12 @@ def _announce(s, c):
 def _wait_ready(s, c):
     """2b. In every block: afterwards the rows of every peer may be read."""
     i = T.alloc_var("int32")
-    got = T.alloc_var("int64")
+    got = T.alloc_local((1,), "int64")
     i = c.tid
     while i < s.num_ranks:
-        got = ep.wait_tag(_ready(s, c.own, i), c.epoch, c.status, PHASE_READY, i, c.timeout_ns)
-        if got < T.int64(0):
-            c.flags[0] = 1
+        ep.wait_word(s, c, _ready(s, c.own, i), c.epoch, PHASE_READY, i, got)
         if s.mixed:
-            c.in_place[i] = T.cast(got, "int32")
+            c.in_place[i] = T.cast(got[0], "int32")
         i = i + s.threads
     T.sync_threads()
     ep.fence_async_global()

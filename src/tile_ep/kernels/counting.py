@@ -53,6 +53,8 @@ def count(s, c):
     """1. Count. Afterwards rows[t, k] is -2 - r, where r of this block's earlier tokens share the destination of k (expanded:
     also expanded_rows[t, k], where r earlier selections share its expert), and the block's tallies are out; flags[1] is
     set in the last block to get here, which may read the tallies of all.
+
+    Few tokens: number[t, k] is the r of this warp's share of the tokens, in every block, and base that of earlier warps.
     """
     R, K = s.num_ranks, s.num_topk
     group = MAX_TOPK // K  # tokens at a time, a lane for each selection
@@ -64,6 +66,7 @@ def count(s, c):
     dest = T.alloc_var("int32")
     row = T.alloc_var("int32")
     expanded_row = T.alloc_var("int32")
+    tells = c.block == 0 if s.few > 0 else True  # of several blocks that see the same, one
     token = T.min(c.begin + c.warp * c.share, c.end) + c.lane // K
     end = T.min(c.begin + (c.warp + 1) * c.share, c.end)
     ahead = T.int64(-1)
@@ -76,7 +79,7 @@ def count(s, c):
             ahead = selection(s, c, token + group, c.lane % K)
         expert = ep.index(raw, s.num_experts)
         dest = T.if_then_else(expert >= 0, rank_of(expert, s.partition), -1)
-        if T.And(expert < 0, raw != T.int64(-1)):
+        if T.And(T.And(expert < 0, raw != T.int64(-1)), tells):
             ep.add_relaxed(c.own + T.uint64(s.control.num_bad), 1)
         # Selections of one token for one destination share a row: the lowest lane among them leads.
         same = T.match_any_sync(T.if_then_else(dest >= 0, c.lane // K * R + dest, -1 - c.lane))
@@ -99,11 +102,18 @@ def count(s, c):
             if T.And(expert >= 0, ep.lanes_above(fellow, c.lane) == T.uint32(0)):
                 c.expert_base[c.warp, expert] = expanded_row + 1
         if T.And(c.lane < group * K, token < end):
-            ep.put(ep.at(c.rows, T.int64(token) * K + c.lane % K, 4), row, "int32")
-            if s.expanded:
-                ep.put(ep.at(c.expanded_rows, T.int64(token) * K + c.lane % K, 4), expanded_row, "int32")
+            if s.few > 0:
+                c.drawn[token * K + c.lane % K] = expert
+                c.number[token * K + c.lane % K] = row
+                if s.expanded:
+                    c.expanded_number[token * K + c.lane % K] = expanded_row
+            else:
+                ep.put(ep.at(c.rows, T.int64(token) * K + c.lane % K, 4), row, "int32")
+                if s.expanded:
+                    ep.put(ep.at(c.expanded_rows, T.int64(token) * K + c.lane % K, 4), expanded_row, "int32")
             if s.copies_idx:
-                ep.put(ep.at(c.idx_copy, T.int64(token) * K + c.lane % K, s.index_bytes), raw, s.index_dtype)
+                if tells:
+                    ep.put(ep.at(c.idx_copy, T.int64(token) * K + c.lane % K, s.index_bytes), raw, s.index_dtype)
         if not s.expanded:
             if expert >= 0:
                 T.atomic_add(c.totals[R + expert], 1)
@@ -111,8 +121,9 @@ def count(s, c):
         token = token + group
     T.sync_threads()
     _scan_warps(s, c)
-    _rows_of_block(s, c)
-    _publish(s, c)
+    if s.few == 0:
+        _rows_of_block(s, c)
+        _publish(s, c)
 
 
 @T.macro
@@ -214,8 +225,11 @@ def _scan_tallies(s, c, column, total):
 def send_counts(s, c):
     """2a. Exchange, sending: one block sends this rank's totals, and leaves to the others where each block's rows start.
     A word with the current epoch also says that its sender has entered, and word 0 names the slot that may be written.
+
+    Few tokens: no block needs anything from another, and word 0 is on its way.
     """
     R, E = s.num_ranks, s.num_experts
+    first = 1 if s.few > 0 else 0
     copies = R if s.expanded else 1  # whoever scatters to experts must know where each of their segments starts
     i = T.alloc_var("int32")
     value = T.alloc_var("int32")
@@ -225,20 +239,23 @@ def send_counts(s, c):
     total = T.alloc_local((1,), "int32")
     last = c.flags[1]
     if last == 1:
+        if s.few == 0:
+            i = c.tid
+            while i < s.columns:
+                _scan_tallies(s, c, i, total)
+                c.totals[i] = total[0]
+                i = i + s.threads
+            T.sync_threads()
         i = c.tid
-        while i < s.columns:
-            _scan_tallies(s, c, i, total)
-            c.totals[i] = total[0]
-            i = i + s.threads
-        T.sync_threads()
-        i = c.tid
-        while i < R * (1 + R):
-            column = i % (1 + R)
+        while i < R * (1 + R - first):
+            column = first + i % (1 + R - first)
             value = c.slot
             if column > 0:
                 value = c.totals[column - 1]
-            ep.store_release(
-                _word(s, c.peers[i // (1 + R)] + T.uint64(s.control.words), c.rank, column), ep.tagged(c.epoch, value)
+            send = ep.store_relaxed if s.few > 0 else ep.store_release
+            send(
+                _word(s, c.peers[i // (1 + R - first)] + T.uint64(s.control.words), c.rank, column),
+                ep.tagged(c.epoch, value),
             )
             i = i + s.threads
         i = c.tid
@@ -253,7 +270,7 @@ def send_counts(s, c):
 
 @T.macro
 def send_entry(s, c):
-    """2a of a cached dispatch: the rows are known, only the entry and the slot are news."""
+    """2a of a cached dispatch, where only the entry and the slot are news, and ahead of the counts of few tokens."""
     i = T.alloc_var("int32")
     if c.block == 0:
         i = c.tid
@@ -286,18 +303,16 @@ def receive_words(s, c):
     i = T.alloc_var("int32")
     source = T.alloc_var("int32")
     column = T.alloc_var("int32")
-    got = T.alloc_var("int64")
+    got = T.alloc_local((1,), "int64")
     i = c.tid
     while i < s.num_ranks * width:
         source = i // width
         column = i % width
-        got = ep.wait_tag(_word(s, c.words, source, column), c.epoch, c.status, PHASE_ENTRY, source, c.timeout_ns)
-        if got < T.int64(0):
-            c.flags[0] = 1
+        ep.wait_word(s, c, _word(s, c.words, source, column), c.epoch, PHASE_ENTRY, source, got)
         if column == 0:
-            c.peer_slot[source] = T.cast(got, "int32")
+            c.peer_slot[source] = T.cast(got[0], "int32")
         else:
-            c.count[source, column - 1] = T.cast(got, "int32")
+            c.count[source, column - 1] = T.cast(got[0], "int32")
         i = i + s.threads
     if s.expanded and not s.cached:
         i = c.tid
@@ -315,7 +330,7 @@ def _receive_expert(s, c, expert):
     count = T.alloc_var("int32")
     start = T.alloc_var("int32")
     come = T.alloc_var("int32")
-    got = T.alloc_var("int64")
+    got = T.alloc_local((1,), "int64")
     word = T.alloc_local((batch,), "uint64")
     count = 0
     start = 0
@@ -328,16 +343,19 @@ def _receive_expert(s, c, expert):
         for j in T.unroll(batch):
             if first + j < s.num_ranks:
                 come = ep.has_come(word[j], c.epoch)
-                got = T.cast(word[j] & T.uint64(0xFFFFFFFF), "int64")
+                got[0] = T.cast(word[j] & T.uint64(0xFFFFFFFF), "int64")
                 if come == 0:
-                    got = ep.wait_tag(
+                    ep.wait_word(
+                        s,
+                        c,
                         _word(s, c.words, first + j, 1 + s.num_ranks + expert),
-                        c.epoch, c.status, PHASE_COUNTS, first + j, c.timeout_ns,
-                    )  # fmt: skip
-                if got < T.int64(0):
-                    c.flags[0] = 1
-                count = count + T.cast(got, "int32")
-                start = start + T.if_then_else(first + j < c.rank, T.cast(got, "int32"), 0)
+                        c.epoch,
+                        PHASE_COUNTS,
+                        first + j,
+                        got,
+                    )
+                count = count + T.cast(got[0], "int32")
+                start = start + T.if_then_else(first + j < c.rank, T.cast(got[0], "int32"), 0)
         first = first + batch
     c.expert_count[expert] = count
     c.expert_start[expert] = start
@@ -396,14 +414,15 @@ def _place_experts(s, c, rank):
 
 
 @T.macro
-def report_counts(s, c):
-    """One block tells the handle, the statistics and the host what this rank receives."""
+def receive_local_counts(s, c):
+    """One block learns how many selections each expert of this rank receives. To be done before this rank tells its peers that
+    its rows are written: from then on they may send the counts of the next dispatch.
+    """
     R = s.num_ranks
     i = T.alloc_var("int32")
     first = T.alloc_var("int32")
-    value = T.alloc_var("int32")
     num_local = T.alloc_var("int32")
-    got = T.alloc_var("int64")
+    got = T.alloc_local((1,), "int64")
     last = T.alloc_var("int32")
     last = c.flags[1]
     first = first_expert(c.rank, s.partition)
@@ -420,13 +439,26 @@ def report_counts(s, c):
         if not s.expanded:
             i = c.tid
             while i < R * num_local:
-                got = ep.wait_tag(
-                    _word(s, c.words, i // num_local, 1 + R + first + i % num_local),
-                    c.epoch, c.status, PHASE_COUNTS, i // num_local, c.timeout_ns,
+                ep.wait_word(
+                    s, c, _word(s, c.words, i // num_local, 1 + R + first + i % num_local),
+                    c.epoch, PHASE_COUNTS, i // num_local, got,
                 )  # fmt: skip
-                T.atomic_add(c.local_count[i % num_local], T.cast(got, "int32"))
+                T.atomic_add(c.local_count[i % num_local], T.cast(got[0], "int32"))
                 i = i + s.threads
             T.sync_threads()
+
+
+@T.macro
+def report_counts(s, c):
+    """The same block tells the handle, the statistics and the host."""
+    R = s.num_ranks
+    i = T.alloc_var("int32")
+    value = T.alloc_var("int32")
+    num_local = T.alloc_var("int32")
+    last = T.alloc_var("int32")
+    last = c.flags[1]
+    num_local = first_expert(c.rank + 1, s.partition) - first_expert(c.rank, s.partition)
+    if last == 1:
         i = c.tid
         while i < num_local:
             value = c.local_count[i]

@@ -2,13 +2,14 @@
 
 Data flow of one block on rank `rank` (`d` a destination, `s` a source)::
 
-    topk_idx -> tallies[block, d], row numbers within the warp             1. count
+    topk_idx -> tallies[block, d], row numbers within the block            1. count
     tallies  -> words at every peer; words of every peer -> base[warp, d]  2. exchange
     x        -> shared memory -> slot of d, row base[warp, d] + number     3. scatter
-    done word at every peer; done words of every peer                      4. finish
+    done word at every peer; done words of every peer                      4. announce, finish
 
 In the expanded layout a row has one place per selection, in the segment of its expert; every rank derives where the segments
-start from everybody's counts. A cached dispatch takes its rows from the handle and exchanges entry words alone.
+start from everybody's counts. A cached dispatch takes its rows from the handle and exchanges entry words alone. Where there
+are few tokens, every block counts all of them, keeps their row numbers in its shared memory, and waits for no other block.
 
 Conditions below never read memory that their own body changes: TileLang distributes an `if` over the statements in it.
 """
@@ -50,6 +51,7 @@ class DispatchSpec(Spec):
     zero_gaps: bool  # expanded: zero the rows that alignment adds
     fill_tail: bool  # no host synchronisation: mark the rows past the count
     host_counts: bool  # host synchronisation: tell the host the counts as soon as they are known
+    few: int = 0  # every block counts all tokens, which have at most this many selections; 0: each counts its share
 
     @property
     def num_chunks(self) -> int:
@@ -61,6 +63,7 @@ class DispatchSpec(Spec):
         ranks, experts = self.num_ranks, self.num_experts
         words = ranks * (self.num_warps + ranks + 4) + experts + self.partition.num_local(0) + 4
         words += experts * (self.num_warps + 2) if self.expanded else 3
+        words += self.few * (3 if self.expanded else 2)
         return 4 * words + 8 * self.num_warps * self.depth + 16 * 16  # each table begins at a multiple of 16
 
     @property
@@ -129,9 +132,14 @@ def build(spec: DispatchSpec) -> Any:
             needed = T.alloc_shared(
                 (R,), "int32", scope="shared"
             )  # expanded rows n of a rank, -1 - n if they do not fit
+            drawn = T.alloc_shared((max(spec.few, 1),), "int32", scope="shared")  # few: entries of topk_idx, and what
+            number = T.alloc_shared(
+                (max(spec.few, 1),), "int32", scope="shared"
+            )  # `rows` else is on the way: see stage 1
+            expanded_number = T.alloc_shared((max(spec.few, 1) if spec.expanded else 1,), "int32", scope="shared")
             flags = T.alloc_shared(
                 (4,), "int32", scope="shared"
-            )  # a wait gave up; last to count; last to finish; taken
+            )  # a wait gave up; last to count; last to finish; an earlier collective gave up
 
             tid = T.get_thread_binding()
             block_begin = T.alloc_var("int32")
@@ -142,8 +150,11 @@ def build(spec: DispatchSpec) -> Any:
             alive = T.alloc_var("int32")
             own = peers[rank]
             epoch = ep.get(own + T.uint64(spec.control.epoch), "uint64") + T.uint64(1)
-            block_begin = T.cast(T.int64(num_tokens) * block // num_blocks, "int32")
-            block_end = T.cast(T.int64(num_tokens) * (block + 1) // num_blocks, "int32")
+            block_begin = 0
+            block_end = num_tokens
+            if spec.few == 0:
+                block_begin = T.cast(T.int64(num_tokens) * block // num_blocks, "int32")
+                block_end = T.cast(T.int64(num_tokens) * (block + 1) // num_blocks, "int32")
             share = T.max(T.ceildiv(block_end - block_begin, W), 1)
 
             c = SimpleNamespace(
@@ -157,22 +168,26 @@ def build(spec: DispatchSpec) -> Any:
                 weights_at=weights_at, source_at=source_at, num_blocks=num_blocks, block=block, tid=tid, own=own,
                 epoch=epoch, share=share, stage=stage, bars=bars, base=base, totals=totals, count=count,
                 peer_slot=peer_slot, local_count=local_count, start=start, expert_base=expert_base,
-                expert_count=expert_count, expert_start=expert_start, needed=needed, flags=flags, begin=block_begin,
-                end=block_end, warp=tid // 32, lane=tid % 32, words=own + T.uint64(spec.control.words),
+                expert_count=expert_count, expert_start=expert_start, needed=needed, flags=flags, drawn=drawn,
+                number=number, expanded_number=expanded_number, begin=block_begin, end=block_end, warp=tid // 32,
+                lane=tid % 32, words=own + T.uint64(spec.control.words),
                 taken=own + T.uint64(spec.control.taken),
             )  # fmt: skip
             prepare(spec, c)
-            if spec.cached:
-                counting.send_entry(spec, c)
-            else:
-                counting.count(spec, c)
-                counting.send_counts(spec, c)
-            counting.receive_words(spec, c)
-            alive = T.if_then_else(flags[0] == 0, 1, 0)
+            alive = T.if_then_else(flags[3] == 0, 1, 0)
+            if alive == 1:
+                if spec.cached or spec.few > 0:
+                    counting.send_entry(spec, c)
+                if not spec.cached:
+                    counting.count(spec, c)
+                    counting.send_counts(spec, c)
+                counting.receive_words(spec, c)
+                alive = T.if_then_else(flags[0] == 0, 1, 0)
             if alive == 1:
                 if not spec.cached:
                     counting.place_rows(spec, c)
                     if spec.host_counts:
+                        counting.receive_local_counts(spec, c)
                         counting.report_counts(spec, c)
                 elif spec.has_stats:
                     counting.repeat_stats(spec, c)
@@ -180,6 +195,10 @@ def build(spec: DispatchSpec) -> Any:
                     scattering.scatter_bulk(spec, c)
                 else:
                     scattering.scatter_warp(spec, c)
+                if not spec.cached and not spec.host_counts:
+                    counting.receive_local_counts(spec, c)
+                scattering.announce_done(spec, c)
+                # While the rows of peers are under way: what nobody else touches.
                 if not spec.cached and not spec.host_counts:
                     counting.report_counts(spec, c)
                 if spec.expanded:
@@ -195,13 +214,14 @@ def build(spec: DispatchSpec) -> Any:
 def prepare(s, c):
     """0. Tables are zero, barriers are initialised."""
     i = T.alloc_var("int32")
-    if c.tid < 3:
-        c.flags[c.tid] = 0
+    if c.tid == 0:
+        c.flags[0] = 0
+        c.flags[1] = T.if_then_else(c.block == 0, 1, 0) if s.few > 0 else 0
+        c.flags[2] = 0
+        c.flags[3] = ep.get(c.own + T.uint64(s.control.failed), "int32")
     if s.bulk:
-        if c.tid == 0:
-            for w in T.serial(s.num_warps):
-                for b in T.serial(s.depth):
-                    ep.barrier_init(c.bars[w, b], 1)
+        if c.tid < s.num_warps * s.depth:
+            ep.barrier_init(c.bars[c.tid // s.depth, c.tid % s.depth], 1)
             ep.barrier_init_fence()
     i = c.tid
     while i < s.num_warps * s.num_ranks:

@@ -135,6 +135,15 @@ def wait_tag(address: Expr, epoch: Expr, status: Expr, phase: int, peer: Expr, t
     return T.call_extern("int64", "ep_wait_tag", address, epoch, status, phase, peer, timeout_ns)
 
 
+@T.macro
+def wait_word(s: Any, c: Any, address: Any, epoch: Any, phase: int, peer: Any, got: Any) -> None:
+    """`wait_tag` into `got[0]`. One that gives up leaves word for its block, and for the collectives that follow."""
+    got[0] = wait_tag(address, epoch, c.status, phase, peer, c.timeout_ns)
+    if got[0] < T.int64(0):
+        c.flags[0] = 1
+        put(c.own + T.uint64(s.control.failed), 1, "uint32")
+
+
 def arrive_last(counter: Expr, num_blocks: Expr) -> Expr:
     """Arrival of a block, by one thread after a block barrier. 1 in the block that completes the grid.
 

@@ -50,19 +50,28 @@ def _address_token(s, c, token, part, to):
     weight = T.alloc_var("float32")
     region = T.alloc_var("uint64")
     counted_by = T.alloc_var("int32")
+    share = T.alloc_var("int32")
     entry = T.int64(token) * K + c.lane
     expert = -1
     rank_row = -1
     row = -1
     weight = T.float32(0)
     counted_by = T.cast((T.int64(token + 1) * c.num_blocks - 1) // T.int64(c.num_tokens), "int32")
+    share = token // c.share
     if c.lane < K:
-        rank_row = ep.get(ep.at(c.rows, entry, 4), "int32")
-        row = rank_row
-        if s.expanded:
-            row = ep.get(ep.at(c.expanded_rows, entry, 4), "int32")
-    if rank_row != -1:
-        expert = expert_of(s, c, token, c.lane)
+        if s.few > 0:
+            expert = c.drawn[token * K + c.lane]
+            rank_row = c.number[token * K + c.lane]
+            if s.expanded:
+                row = c.expanded_number[token * K + c.lane]
+        else:
+            rank_row = ep.get(ep.at(c.rows, entry, 4), "int32")
+            row = rank_row
+            if s.expanded:
+                row = ep.get(ep.at(c.expanded_rows, entry, 4), "int32")
+    if s.few == 0:
+        if rank_row != -1:
+            expert = expert_of(s, c, token, c.lane)
     if s.has_weights:
         if T.And(c.lane < K, part == 0):
             weight = ep.get(ep.at(c.topk_weights, entry, 4), "float32")
@@ -73,10 +82,16 @@ def _address_token(s, c, token, part, to):
     if dest >= 0:
         region = _slot(c, c.peers[dest], c.peer_slot[dest])
     if not s.cached:
-        if rank_row < -1:
+        if s.few > 0:
+            if expert >= 0:
+                rank_row = rank_row + c.start[dest] + c.base[share, dest]
+        elif rank_row < -1:
             rank_row = -2 - rank_row + c.start[dest] + ep.get(tally(s, c, counted_by, dest), "int32")
         if s.expanded:
-            if row < -1:
+            if s.few > 0:
+                if expert >= 0:
+                    row = row + c.expert_start[expert] + c.expert_base[share, expert]
+            elif row < -1:
                 row = (
                     -2 - row + c.expert_start[expert]
                     + ep.get(tally(s, c, counted_by, s.num_ranks + expert), "int32")
@@ -101,7 +116,8 @@ def _address_token(s, c, token, part, to):
 @T.macro
 def _write_plan(s, c, entry, part, dest, rank_row, row, leads):
     mask = T.ballot_sync(leads)
-    if T.And(dest >= 0, part == 0):
+    unsaid = c.lane < s.num_topk if s.few > 0 else dest >= 0  # where there are many tokens, the count has said the rest
+    if T.And(unsaid, part == 0):
         ep.put(ep.at(c.rows, entry, 4), rank_row, "int32")
         if s.expanded:
             ep.put(ep.at(c.expanded_rows, entry, 4), row, "int32")
@@ -315,12 +331,10 @@ def fill_expanded(s, c):
 
 
 @T.macro
-def finish(s, c):
-    """4. Finish. Rows are written, then fenced, then counted in; the last block tells every peer and waits for them."""
+def announce_done(s, c):
+    """4a. Announce: rows are written, then fenced, then counted in; the last block tells every peer."""
     i = T.alloc_var("int32")
     last = T.alloc_var("int32")
-    arrived = T.alloc_var("int32")
-    got = T.alloc_var("int64")
     if s.bulk:
         ep.push_wait_all()
     ep.fence()
@@ -330,11 +344,22 @@ def finish(s, c):
         i = c.tid
         while i < s.num_ranks:
             ep.store_release(ep.at(c.peers[i] + T.uint64(s.control.done), c.rank, 8), ep.tagged(c.epoch, 0))
-            got = ep.wait_tag(
-                ep.at(c.own + T.uint64(s.control.done), i, 8), c.epoch, c.status, PHASE_DONE, i, c.timeout_ns
-            )
-            if got < T.int64(0):
-                c.flags[0] = 1
+            i = i + s.threads
+
+
+@T.macro
+def finish(s, c):
+    """4b. Finish: once every peer has told this rank that its rows are there, all blocks keep what outlives the slot."""
+    i = T.alloc_var("int32")
+    last = T.alloc_var("int32")
+    arrived = T.alloc_var("int32")
+    got = T.alloc_local((1,), "int64")
+    last = c.flags[2]
+    waits = last == 1 if s.cached else True
+    if waits:
+        i = c.tid
+        while i < s.num_ranks:
+            ep.wait_word(s, c, ep.at(c.own + T.uint64(s.control.done), i, 8), c.epoch, PHASE_DONE, i, got)
             i = i + s.threads
         T.sync_threads()
         arrived = T.if_then_else(c.flags[0] == 0, 1, 0)
@@ -343,22 +368,22 @@ def finish(s, c):
                 _keep_metadata(s, c, c.src_metadata, _slot(c, c.own, c.slot) + ep.u64(c.source_at), 8)
                 if s.expanded:
                     _keep_metadata(s, c, c.row_metadata, _slot(c, c.own, c.slot) + ep.u64(c.idx_at), 4 * s.num_topk)
-            if c.tid == 0:
+            if T.And(last == 1, c.tid == 0):
                 ep.put(c.taken, 0, "uint32")
                 ep.put(c.own + T.uint64(s.control.epoch), c.epoch, "uint64")
 
 
 @T.macro
 def _keep_metadata(s, c, kept, there, width):
-    """Copy `width` bytes of each received token out of the slot, which the handle outlives."""
+    """Copy `width` bytes of each received token out of the slot, which the handle outlives, by all warps of all blocks."""
     i = T.alloc_var("int32")
     received = T.alloc_var("int32")
     share = T.alloc_var("int32")
     received = 0
     for source in T.serial(s.num_ranks):
         received = received + c.count[source, c.rank]
-    share = T.ceildiv(received, 4 * s.num_warps) * 4  # rows of a warp, in whole 16 bytes
-    i = T.min(c.warp * share, received)
+    share = T.ceildiv(received, 4 * s.num_warps * c.num_blocks) * 4  # rows of a warp, in whole 16 bytes
+    i = T.min((c.block * s.num_warps + c.warp) * share, received)
     ep.copy_warp_long(
         ep.at(kept, i, width),
         ep.at(there, i, width),

@@ -32,6 +32,8 @@ class Tuning:
         default_sms: blocks of a collective unless the call says otherwise.
         by_warp: dispatch copies rows by the warp, once for each destination, not by the copy engine.
         pushes: combine pushes rows to the rank that sums them, which otherwise pulls them. The same on all ranks.
+        few: most entries of topk_idx that every block of a dispatch counts for itself, which spares the blocks waiting for each
+            other; where there are more, each counts its share.
     """
 
     dispatch: BlockShape
@@ -41,6 +43,7 @@ class Tuning:
     default_sms: int
     by_warp: bool = False
     pushes: bool = False
+    few: int = 0
 
     def shape(self, most: BlockShape, row_bytes: int) -> BlockShape:
         """The shape within `most` for rows of `row_bytes`: equal chunks of whole 16-byte units, of which a warp moves 32 at a
@@ -59,6 +62,7 @@ HOPPER = Tuning(
     combine=BlockShape(18, 3584, 3),
     shared_bytes=224 * 1024 - 24 * 1024,
     default_sms=16,
+    few=1024,
 )
 SIMULATOR = Tuning(
     dispatch=BlockShape(2, 96, 2),
@@ -66,6 +70,7 @@ SIMULATOR = Tuning(
     combine=BlockShape(2, 64, 3),
     shared_bytes=48 * 1024,
     default_sms=2,
+    few=1024,
 )
 CLASSIC = replace(HOPPER, dispatch=BlockShape(16, 7168, 2), by_warp=True, pushes=True)
 """For comparison, how exchanges have long been built: a warp copies a row once for each destination, and expert outputs are
