@@ -99,7 +99,6 @@ class LoopbackRunner:
     def run(self, case: Any) -> list[dict[str, Any]]:
         import tile_ep
         from tile_ep import cases
-
         from tile_ep.kernels.tuning import HOPPER, SIMULATOR
 
         inputs = cases.make_inputs(case)

@@ -233,3 +233,25 @@ def test_wrong_arguments_of_loopback() -> None:
         tile_ep.loopback(0, num_max_tokens_per_rank=1, hidden=1)
     with pytest.raises(ArgumentError, match="device: got cpu"):
         tile_ep.loopback(1, "cpu", num_max_tokens_per_rank=1, hidden=1)
+
+
+def test_what_is_queued_behind_a_collective_that_gave_up_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a combine may be queued before the host can know that its dispatch gave up, and left no counts behind."""
+    drawn = draw(5)
+
+    def queued(rank: int, buffer: Buffer) -> torch.Tensor | None:
+        if rank == 1:
+            return None
+        backend: Any = buffer._backend
+        monkeypatch.setattr(backend, "_check_status", lambda: None)
+        recv_x, _, _, handle, _ = buffer.dispatch(drawn[0][rank], drawn[1][rank], do_cpu_sync=False)
+        out: torch.Tensor = buffer.combine(recv_x, handle)[0]
+        return out
+
+    with open_ranks(timeout_s=5.0) as ranks:
+        outputs = ranks.run(queued)
+        for rank in (0, 2):
+            out = outputs[rank]
+            assert out is not None and bool((out.view(torch.uint8) == 0xA5).all())
+            status = ranks[rank]._backend._status_view  # type: ignore[union-attr]
+            assert status[1] & 0xFFFFFFFF == 1 and not status[[0, 2]].any()  # the dispatch's entry, not the combine

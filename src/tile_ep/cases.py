@@ -140,7 +140,7 @@ class Case:
         }
 
     def tuned(self, tuning: Tuning) -> Tuning:
-        """`tuning` with another limit of `few`: some cases have many tokens by it, some have few, some ranks of others have few."""
+        """`tuning` with a limit of `few` by which some cases have many tokens, some few, and some few on some ranks."""
         most = max(self.tokens) * self.num_topk
         return replace(tuning, few=(0, most, most // 2, most)[self.seed % 4])
 

@@ -7,6 +7,7 @@ compares with `torch.equal`. Prints a line per check and exits 1 if any failed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import multiprocessing
 import shutil
@@ -16,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from tile_ep.buffer import Buffer
 from tile_ep.errors import PeerTimeoutError, StaleHandleError
 from tile_ep.kernels.tuning import HOPPER
 from tile_ep.selftest_layer import check_layer
-from tile_ep.worlds.loopback import Loopback, loopback
+from tile_ep.worlds.loopback import Loopback, give_streams_queues, loopback
 
 _WORKERS = 12  # processes that compile and run cases side by side
 
@@ -73,6 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("no CUDA device", file=sys.stderr)
         return 2
+    give_streams_queues()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     checks = Checks()
     rounds = options.rounds
@@ -80,6 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
     alone: dict[str, Callable[..., str]] = {
         "8 ranks, V3 shape": functools.partial(check_rounds, 20, (8, 64, 7168, 8, 256), 16),
         "2 ranks, long run": functools.partial(check_rounds, rounds, (2, 40, 512, 4, 8), 4),
+        "2 ranks, blocks count shares": functools.partial(check_rounds, rounds // 3, (2, 40, 512, 4, 8), 4, 0),
         "4 ranks, long run": functools.partial(check_rounds, rounds // 3, (4, 24, 1000, 6, 30), 5),
         "8 ranks, long run": functools.partial(check_rounds, rounds // 3, (8, 16, 256, 8, 64), 16),
         "queued without sync": functools.partial(check_queued, 200),
@@ -206,9 +210,9 @@ class Inputs:
             assert torch.equal(a, got), f"rank {rank}: {name} differs"
 
 
-def check_rounds(rounds: int, shape: tuple[int, int, int, int, int], num_sms: int) -> str:
-    """Back-to-back rounds: fresh inputs, poisoned slots and outputs, everything compared."""
-    with _ranks(shape) as ranks:
+def check_rounds(rounds: int, shape: tuple[int, int, int, int, int], num_sms: int, few: int = HOPPER.few) -> str:
+    """Back-to-back rounds: fresh inputs, poisoned slots and outputs, everything compared. `few`: as for `Tuning`."""
+    with _ranks(shape, tuning=replace(HOPPER, few=few)) as ranks:
         distinct = [Inputs(shape, seed) for seed in range(min(rounds, 64))]
         order = torch.randint(0, len(distinct), (rounds,), generator=torch.Generator().manual_seed(rounds)).tolist()
 
@@ -385,6 +389,20 @@ def check_absent_rank() -> str:
         assert torch.equal(torch.arange(4, device="cuda").cpu(), torch.arange(4)), "CUDA does not go on"
         ranks.run(lambda rank, buffer: buffer.reset())
         ranks.run(lambda rank, buffer: inputs.compare(rank, inputs.exchange(rank, buffer, 4)))
+
+        def wait(rank: int, buffer: Buffer) -> None:
+            with contextlib.suppress(PeerTimeoutError):
+                buffer.barrier()
+                raise AssertionError("no timeout of what was queued")
+
+        for rank in (0, 1, 3):  # the combine is queued behind a dispatch that will give up
+            with torch.cuda.stream(torch.cuda.Stream()):
+                inputs.exchange(rank, ranks[rank], 4, do_cpu_sync=False)
+        torch.cuda.synchronize()
+        for rank in (0, 1, 3):
+            wait(rank, ranks[rank])
+        ranks.run(lambda rank, buffer: buffer.reset())
+        ranks.run(lambda rank, buffer: inputs.compare(rank, inputs.exchange(rank, buffer, 4)))
     return said[0]
 
 
@@ -444,7 +462,8 @@ def check_sanitizer(tool: str) -> str:
         return "not installed, not run"
     code = (
         "from tile_ep.selftest import check_rounds;"
-        "print(check_rounds(2, (2, 6, 200, 3, 5), 2), check_rounds(2, (2, 5, 7, 3, 5), 2))"
+        "shapes = (2, 6, 200, 3, 5), (2, 5, 7, 3, 5);"
+        "print(*(check_rounds(2, shape, 2, few) for shape in shapes for few in (0, 1024)))"
     )
     command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)

@@ -1,11 +1,12 @@
 """Small batches, as in decoding: dispatch and combine of a few tokens a rank, eagerly and as one CUDA graph of all ranks.
 
 The graph forks from one stream to all ranks' streams, runs each rank's dispatch and combine, and joins. Its time is that of
-back-to-back replays that go round the sets of inputs, divided by their number; the inputs are likely in the L2 cache, as
-they are for a layer whose input has just been computed. The time splits into
+back-to-back replays, divided by their number. It reads tensors that stay where they are, into which another set of inputs is
+copied before each such train, so they are likely in the L2 cache, as they are for a layer whose input has just been computed.
+The time splits into
 
 * launch: a graph of the same fork and join in which each rank has two empty kernels,
-* wait: what the same collectives take beyond that when no token selects anything (counting, exchange, flags),
+* wait: what the same graph takes beyond that when no token selects anything (counting, exchange, flags),
 * move: the rest, which grows with the rows.
 
 Host: what enqueueing one rank's two calls costs without a graph.
@@ -76,14 +77,16 @@ class _Graph:
                 stream.wait_event(end)
 
 
-def _train_us(ranks: LoopbackRanks, graphs: Sequence[_Graph], repeat: int) -> Spread:
-    """Of a replay, among back-to-back ones."""
+def _train_us(ranks: LoopbackRanks, graph: _Graph, repeat: int, before: Callable[[int], None] | None = None) -> Spread:
+    """Of a replay, among back-to-back ones. `before` is told the number of the train."""
     samples: list[float] = []
     while len(samples) < _WARM_UP + repeat:
+        if before is not None:
+            before(len(samples))
         torch.cuda.synchronize(ranks.device)
         start = ranks.gate.close()
-        for number in range(_REPLAYS):
-            graphs[number % len(graphs)].graph.replay()
+        for _ in range(_REPLAYS):
+            graph.graph.replay()
         end = torch.cuda.Event(enable_timing=True)
         end.record()
         late = ranks.gate.was_late(start)
@@ -98,7 +101,7 @@ def measure_small(
 ) -> Iterator[SmallBatch]:
     """All `batches`, tokens a rank, on buffers that hold `shape.tokens`."""
     with ranks.open(shape, 1.0) as buffers:
-        launch = _train_us(ranks, [_Graph(ranks, _empty_kernels)], repeat).median
+        launch = _train_us(ranks, _Graph(ranks, _empty_kernels), repeat).median
         for tokens in batches:
             small = Shape(shape.ranks, tokens, shape.hidden, shape.topk, shape.experts, shape.skew, seed=shape.seed)
             workload = Workload(small, ranks.here, ranks.device, num_sets)
@@ -115,12 +118,21 @@ class _Batch:
     def __init__(self, ranks: LoopbackRanks, buffers: Any, workload: Workload, num_sms: int, combine: str) -> None:
         self._ranks, self._buffers, self._workload = ranks, buffers, workload
         self._num_sms, self._combine = num_sms, combine
+        self._x = {rank: x.clone() for rank, x in workload.x[0].items()}
+        self._topk_idx = {rank: idx.clone() for rank, idx in workload.topk_idx[0].items()}
 
-    def _step(self, rank: int, number: int, idx: torch.Tensor, fill: bool = False) -> torch.Tensor:
+    def _place(self, number: int) -> None:
+        """Set `number` of the inputs, going round."""
+        number %= self._workload.num_sets
+        for rank in self._ranks.here:
+            self._x[rank].copy_(self._workload.x[number][rank])
+            self._topk_idx[rank].copy_(self._workload.topk_idx[number][rank])
+
+    def _step(self, rank: int, fill: bool = False) -> torch.Tensor:
         buffer, tokens = self._buffers[rank], self._workload.shape.tokens
         recv_x, _, _, handle, _ = buffer.dispatch(
-            self._workload.x[number][rank],
-            idx,
+            self._x[rank],
+            self._topk_idx[rank],
             num_max_tokens_per_rank=tokens,
             do_cpu_sync=False,
             num_sms=self._num_sms,
@@ -134,29 +146,23 @@ class _Batch:
         return out
 
     def measure(self, launch_us: float, repeat: int) -> SmallBatch:
-        work, ranks = self._workload, self._ranks
-        nothing = {rank: torch.full_like(idx, -1) for rank, idx in work.topk_idx[0].items()}
-
-        def step(rank: int, number: int = 0, fill: bool = False) -> torch.Tensor:
-            return self._step(rank, number, work.topk_idx[number][rank], fill)
-
-        ranks.each(step)
+        ranks = self._ranks
+        ranks.each(self._step)
         eager, host = [], []
         for number in range(_WARM_UP + repeat):
-            one = ranks.round([lambda rank, n=number % work.num_sets: step(rank, n)])  # type: ignore[misc]
+            self._place(number)
+            one = ranks.round([self._step])
             eager.append(1e3 * one.ms)
             host.append(one.enqueue_us)
-        graphs = [
-            _Graph(ranks, lambda rank, n=number: step(rank, n))  # type: ignore[misc]
-            for number in range(work.num_sets)
-        ]
-        idle = [_Graph(ranks, lambda rank: self._step(rank, 0, nothing[rank]))]
-        wrong = self._check(graphs[0], step)
-        graph_us = _train_us(ranks, graphs, repeat)
-        idle_us = _train_us(ranks, idle, repeat).median
-        wrong = wrong or self._check(graphs[0], step)
+        graph = _Graph(ranks, self._step)
+        wrong = self._check(graph, 0)
+        graph_us = _train_us(ranks, graph, repeat, self._place)
+        wrong = wrong or self._check(graph, 1)
+        for idx in self._topk_idx.values():
+            idx.fill_(-1)
+        idle_us = _train_us(ranks, graph, repeat).median
         return SmallBatch(
-            work.shape,
+            self._workload.shape,
             self._num_sms,
             self._combine,
             Spread.of(eager[_WARM_UP:]),
@@ -168,16 +174,17 @@ class _Batch:
             wrong,
         )
 
-    def _check(self, graph: _Graph, step: Callable[..., torch.Tensor]) -> str:
-        """Put the rows of set 0 in place, replay, compare."""
-        self._ranks.each(lambda rank: step(rank, 0, True))
+    def _check(self, graph: _Graph, number: int) -> str:
+        """Put the rows of a set in place, replay, compare."""
+        self._place(number)
+        self._ranks.each(lambda rank: self._step(rank, fill=True))
         for out in graph.results.values():
             out.fill_(float("nan"))
         graph.graph.replay()
         torch.cuda.synchronize(self._ranks.device)
         for rank, out in graph.results.items():
             try:
-                self._workload.check_sums(rank, 0, out)
+                self._workload.check_sums(rank, number % self._workload.num_sets, out)
             except WrongResultError as error:
                 return str(error)
         return ""
