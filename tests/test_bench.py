@@ -314,6 +314,55 @@ def test_a_run_on_the_simulator(simulated: tuple[Settings, Results, Path]) -> No
     assert all(results.skipped.values())
 
 
+class _Again:
+    """A graph that runs its step again, in the simulator."""
+
+    def __init__(self, ranks: SimulatedRanks, step: Callable[[int], Any]) -> None:
+        self._ranks, self._step = ranks, step
+        self.results = ranks.each(step)
+        self.graph = self
+
+    def replay(self) -> None:
+        for rank, out in self._ranks.each(self._step).items():
+            if out is not None:
+                self.results[rank].copy_(out)
+
+
+@needs_simulator
+def test_small_batches_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each set of inputs is put in place, and what comes out of a replay is compared, with rows staged and in place."""
+    from tile_ep.bench import small
+
+    replayed: list[int | None] = []
+
+    def train(ranks: Any, graph: Any, repeat: int, before: Callable[[int], None] | None = None) -> Spread:
+        if before is not None:
+            before(repeat)
+        replayed.append(None if before is None else repeat)
+        graph.graph.replay()
+        return Spread.of([10.0 * len(replayed)])
+
+    monkeypatch.setattr(small, "_Graph", _Again)
+    monkeypatch.setattr(small, "_train_us", train)
+    monkeypatch.setattr(small, "_empty_kernels", lambda rank: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    ranks: Any = SimulatedRanks(2)
+    found = list(small.measure_small(ranks, SHAPE, [1, 4], num_sms=2, num_sets=3, repeat=2))
+    assert [(one.shape.tokens, one.combine) for one in found] == [
+        (1, "staged"),
+        (1, "zero-copy"),
+        (4, "staged"),
+        (4, "zero-copy"),
+    ]
+    assert [one.wrong for one in found] == [""] * 4
+    assert replayed == [None, *[2, None] * 4]
+    assert all(one.launch_us == 10.0 and one.graph_us.median == 10.0 + one.wait_us + one.move_us for one in found)
+
+    monkeypatch.setattr(small._Batch, "_place", lambda self, number: None)  # inputs stay those of set 0
+    (staged, _) = small.measure_small(ranks, SHAPE, [4], num_sms=2, num_sets=3, repeat=2)
+    assert "sums differ" in staged.wrong
+
+
 @needs_simulator
 def test_json_holds_everything_and_is_kept_along_the_way(
     simulated: tuple[Settings, Results, Path], tmp_path: Path

@@ -205,7 +205,13 @@ _BY_NAME = {fault.name: fault for fault in FAULTS}
 FAULTS += [
     *(
         replace(_BY_NAME[name], name=f"{name}, few tokens", few=True)
-        for name in ("no fence", "no entry wait", "no wait for the counts of experts", "base off by one", "own slot for all")
+        for name in (
+            "no fence",
+            "no entry wait",
+            "no wait for the counts of experts",
+            "base off by one",
+            "own slot for all",
+        )
     ),
     Fault(
         "earlier warps forgotten, few tokens",
