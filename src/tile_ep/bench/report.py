@@ -93,7 +93,8 @@ def print_report(console: Console, settings: Settings, results: Results) -> None
     _print_machine(console, settings, results)
     sections = dict.fromkeys(figure.section for figure in results.figures)
     for section in sections:
-        console.print(_figures_table(section, [f for f in results.figures if f.section == section]))
+        figures = [figure for figure in results.figures if figure.section == section]
+        console.print(_figures_table(section, figures, whole=console.width >= _WHOLE_WIDTH))
     for name in dict.fromkeys(figure.name for figure in results.figures):
         console.print(f"bytes of {name}: {HOW_COUNTED[name]}", highlight=False, style="dim", soft_wrap=True)
     peers = against_peers([figure for figure in results.figures if figure.section == "base"])
@@ -143,28 +144,50 @@ def _table(title: str, columns: tuple[str, ...], left: int) -> Table:
     return table
 
 
-def _figures_table(section: str, figures: list[Figure]) -> Table:
-    columns = ("system", "collective", "ranks", "tokens", "SMs", "skew", "ms", "least", "most", "us/token", "host ms")
-    rates = ("enqueue us", "GB", "TB/s", "rows TB/s", "of ceiling", "checked")
-    table = _table(f"{section}: whole calls, slowest rank", (*columns, *rates), 2)
-    for figure in figures:
-        time, shape = figure.time_ms, figure.shape
-        table.add_row(
-            figure.system,
-            figure.name,
-            str(shape.ranks),
-            f"{shape.tokens:,}" + (" on rank 0" if shape.alone else ""),
-            str(figure.num_sms or "-"),
-            f"{shape.skew:g}",
-            *(f"{value:.3f}" for value in (time.median, time.least, time.most)),
-            f"{figure.us_per_token:.3f}",
-            f"{figure.host_ms.median:.3f}",
-            f"{figure.enqueue_us.median:.0f}",
-            *(f"{value:.3f}" for value in (figure.bytes.memory / 1e9, figure.memory_tb_s, figure.rows_tb_s)),
-            f"{100 * figure.share:.1f} %",
-            "[red]wrong[/]" if figure.wrong else "yes",
-        )
+_WHOLE_WIDTH = 180  # characters
+_LEFT_OUT = {
+    "skew",
+    "least",
+    "most",
+    "us/token",
+    "host ms",
+    "enqueue us",
+    "GB",
+    "TB/s",
+    "rows TB/s",
+}  # where there are fewer
+
+
+def _figures_table(section: str, figures: list[Figure], whole: bool) -> Table:
+    rows = [_columns_of(figure) for figure in figures]
+    names = tuple(name for name in rows[0] if whole or name not in _LEFT_OUT)
+    table = _table(f"{section}: whole calls, slowest rank", names, 2)
+    for row in rows:
+        table.add_row(*(row[name] for name in names))
     return table
+
+
+def _columns_of(figure: Figure) -> dict[str, str]:
+    time, shape, number = figure.time_ms, figure.shape, "{:.3f}".format
+    return {
+        "system": figure.system,
+        "collective": figure.name,
+        "ranks": str(shape.ranks),
+        "tokens": f"{shape.tokens:,}" + (" on rank 0" if shape.alone else ""),
+        "SMs": str(figure.num_sms or "-"),
+        "skew": f"{shape.skew:g}",
+        "ms": number(time.median),
+        "least": number(time.least),
+        "most": number(time.most),
+        "us/token": number(figure.us_per_token),
+        "host ms": number(figure.host_ms.median),
+        "enqueue us": f"{figure.enqueue_us.median:.0f}",
+        "GB": number(figure.bytes.memory / 1e9),
+        "TB/s": number(figure.memory_tb_s),
+        "rows TB/s": number(figure.rows_tb_s),
+        "of ceiling": f"{100 * figure.share:.1f} %",
+        "checked": "[red]wrong[/]" if figure.wrong else "yes",
+    }
 
 
 def _peers_table(peers: list[tuple[Figure, Figure, float]]) -> Table:

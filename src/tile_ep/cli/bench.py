@@ -18,7 +18,7 @@ from tile_ep.bench.workload import FIGURES, Shape
 from tile_ep.errors import TileEPError
 
 QUICK_REPEAT = 8
-_FILE_WIDTH = 150
+_FILE_WIDTH = 200
 
 
 class BackendName(str, Enum):
@@ -101,7 +101,7 @@ def bench(
     """Measure dispatch and combine: against copies in the same run, against peers, beside a GEMM, and in small batches."""
     console, aside = Console(), Console(stderr=True)
     if not console.is_terminal:
-        console = Console(width=max(console.width, _FILE_WIDTH))  # nothing is cut off
+        console = Console(width=max(console.width, _FILE_WIDTH))  # every column fits
     parts = _sections(section, sweep)
     settings = Settings(
         backend=_backend(backend),
