@@ -584,3 +584,17 @@ def test_the_command_under_torchrun(tmp_path: Path) -> None:
     assert done.stdout.count("skew: whole calls, slowest rank") == 1  # the first rank speaks for all
     assert (tmp_path / "plots" / "skew.png").read_bytes()[:8] == PNG
     assert {"rank 0: dispatch", "rank 0: combine"} <= names_in(tmp_path / "trace.json")
+
+
+def test_streams_get_queues_before_cuda_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, seen = "CUDA_DEVICE_MAX_CONNECTIONS", []
+    monkeypatch.setenv(name, "")  # so that it is taken away again
+    monkeypatch.delenv(name)
+
+    def look() -> bool:
+        seen.append(os.environ.get(name))
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", look)
+    assert CliRunner().invoke(app, ["bench", "--backend", "cuda-loopback"]).exit_code == 2
+    assert seen == ["32"]

@@ -27,7 +27,7 @@ from tile_ep.buffer import Buffer
 from tile_ep.errors import PeerTimeoutError, StaleHandleError
 from tile_ep.kernels.tuning import HOPPER
 from tile_ep.selftest_layer import check_layer
-from tile_ep.worlds.loopback import Loopback, give_streams_queues, loopback
+from tile_ep.worlds.loopback import Loopback, loopback
 
 _WORKERS = 12  # processes that compile and run cases side by side
 
@@ -75,7 +75,6 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("no CUDA device", file=sys.stderr)
         return 2
-    give_streams_queues()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     checks = Checks()
     rounds = options.rounds

@@ -48,10 +48,6 @@ def execute(settings: Settings, say: Say, json_file: Path | None = None) -> tupl
             results = run(settings, machine, say if first else _say_nothing, keep)
             return (settings, results) if first else None
     check(settings)
-    if settings.backend == "cuda-loopback":
-        from tile_ep.worlds.loopback import give_streams_queues
-
-        give_streams_queues()
     if settings.backend == "collective":
         return settings, _in_processes(settings, json_file)
     return settings, run(settings, machine, say, _writer(settings, json_file))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -99,6 +100,8 @@ def bench(
     trace: Trace = None,
 ) -> None:
     """Measure dispatch and combine: against copies in the same run, against peers, beside a GEMM, and in small batches."""
+    if not under_torchrun():
+        _give_streams_queues()
     console, aside = Console(), Console(stderr=True)
     if not console.is_terminal:
         console = Console(width=max(console.width, _FILE_WIDTH))  # every column fits
@@ -136,6 +139,13 @@ def bench(
             console.print(f"picture: {path}", highlight=False, soft_wrap=True)
     if results.wrong or results.failed:
         raise typer.Exit(1)
+
+
+def _give_streams_queues() -> None:
+    """Streams that share a queue between host and device hold each other up, and so would ranks that share a device and
+    wait for each other. CUDA reads how many it makes when it starts, which asking for a device does: eight unless it is told.
+    """
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def _sections(section: list[SectionName] | None, sweep: list[SweepName] | None) -> set[SectionName]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -176,13 +175,6 @@ class Loopback(Sequence[Buffer]):
         self.destroy()
 
 
-def give_streams_queues() -> None:
-    """Streams that share one of the queues between host and device hold each other up, and so may ranks that share a device and
-    wait for each other. CUDA reads how many queues it makes once, when it starts: eight unless it is told.
-    """
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-
-
 def loopback(
     num_ranks: int,
     device: str | torch.device = "sim",
@@ -205,9 +197,9 @@ def loopback(
     Args:
         num_ranks: ranks `R`.
         device: `"sim"` runs the kernels' source on the CPU, deterministically from `seed`, and needs g++;
-            `"cuda"` puts all ranks on one GPU, `R * num_sms` at most its SM count. There, have CUDA start with
-            `CUDA_DEVICE_MAX_CONNECTIONS=32` in the environment if one thread enqueues for more than four ranks: this call
-            sees to it if nothing has used CUDA before.
+            `"cuda"` puts all ranks on one GPU, `R * num_sms` at most its SM count. A thread that enqueues several
+            collectives of one rank before those of the next needs `CUDA_DEVICE_MAX_CONNECTIONS=32` in the environment when
+            CUDA starts if there are more than four ranks, or some of them wait in vain; `run` does not.
         num_max_tokens_per_rank, hidden, num_topk, num_experts, dtype, max_scale_bytes, expand_factor, num_slots,
             pipeline_depth, timeout_s: as for `Buffer`.
         seed: of the simulated schedules.
@@ -258,7 +250,6 @@ def loopback(
         where = torch.device(device)
         if where.type != "cuda":
             raise ArgumentError("device", device, "'sim' or a CUDA device")
-        give_streams_queues()
         if where.index is None:
             where = torch.device("cuda", torch.cuda.current_device())
         worlds = [LoopbackCudaWorld(rank, num_ranks, where, meeting) for rank in range(num_ranks)]
