@@ -30,7 +30,7 @@ from tile_ep.bench.peers import all_peers
 from tile_ep.bench.peers.plain_torch import PlainTorch
 from tile_ep.bench.plots import draw
 from tile_ep.bench.ranks import SimulatedRanks
-from tile_ep.bench.report import against_peers, as_dict, print_report, write_json
+from tile_ep.bench.report import against_peers, as_dict, print_report, read_json, write_json
 from tile_ep.bench.session import Points, Results, Settings, check
 from tile_ep.bench.small import SmallBatch
 from tile_ep.bench.workload import (
@@ -312,6 +312,24 @@ def test_a_run_on_the_simulator(simulated: tuple[Settings, Results, Path]) -> No
     assert all(figure.time_ms.least > 0 and figure.bytes.memory > 0 for figure in results.figures)
     assert {"overlap", "small batches in a graph", "classic design", "DeepEP", "FlashInfer"} <= set(results.skipped)
     assert all(results.skipped.values())
+
+
+@needs_simulator
+def test_a_run_is_told_again_from_its_file(simulated: tuple[Settings, Results, Path], tmp_path: Path) -> None:
+    settings, results, folder = simulated
+    write_json(tmp_path / "out.json", settings, results)
+    again = read_json(tmp_path / "out.json")
+    assert (again[0].shape, again[0].repeat, again[0].points) == (settings.shape, settings.repeat, settings.points)
+    assert again[1].figures == results.figures and again[1].machine == results.machine
+    kept = read_json(folder / "kept.json")[1]  # written before the end
+    assert kept.figures == results.figures and kept.machine.facts["torch"] == torch.__version__
+
+    done = CliRunner().invoke(app, ["bench", "--from", f"{tmp_path / 'out.json'}", "--plots", f"{tmp_path / 'drawn'}"])
+    assert done.exit_code == 0 and "dispatch, cached" in done.output
+    assert (tmp_path / "drawn" / "tokens.png").read_bytes().startswith(PNG)
+    (tmp_path / "out.json").write_text("{}")
+    done = CliRunner().invoke(app, ["bench", "--from", f"{tmp_path / 'out.json'}"])
+    assert done.exit_code == 2 and "is not what tile-ep bench --json writes" in done.output
 
 
 class _Again:

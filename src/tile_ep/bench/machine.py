@@ -32,12 +32,8 @@ class Machine:
         """To be called before this process uses a GPU: whoever does so by then is somebody else."""
         return cls({}, others=gpu_processes())
 
-    def finish(self, device: torch.device, num_processes: int) -> None:
-        """Fill in the facts, and see who uses the GPU at the end.
-
-        Args:
-            num_processes: ours.
-        """
+    def describe(self, device: torch.device) -> None:
+        """Fill in the facts, as they are now."""
         self.facts = {
             "host": platform.machine(),
             "python": platform.python_version(),
@@ -58,8 +54,17 @@ class Machine:
             "cuda": torch.version.cuda,
             "clocks": query("gpu", "driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.draw"),
         }
-        new = [process for process in gpu_processes() if process not in self.others]
-        self.others += new[num_processes:]
+
+    def finish(self, device: torch.device, num_processes: int) -> None:
+        """Fill in the facts again, and see who uses the GPU at the end.
+
+        Args:
+            num_processes: ours.
+        """
+        self.describe(device)
+        if device.type == "cuda":
+            new = [process for process in gpu_processes() if process not in self.others]
+            self.others += new[num_processes:]
 
 
 def gpu_processes() -> list[str]:

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from tile_ep.bench.ceilings import Ceilings
+from tile_ep.bench.clocks import Spread
 from tile_ep.bench.exchange import NAME
+from tile_ep.bench.machine import Machine
 from tile_ep.bench.measure import Figure
-from tile_ep.bench.session import Results, Settings
-from tile_ep.bench.workload import HOW_COUNTED
+from tile_ep.bench.overlap import Hidden
+from tile_ep.bench.session import Points, Results, Settings
+from tile_ep.bench.small import SmallBatch
+from tile_ep.bench.workload import HOW_COUNTED, Bytes, Shape
+
+Value = TypeVar("Value")
 
 SCHEMA = 1
 _DERIVED = ("share", "memory_tb_s", "rows_tb_s", "us_per_token")
@@ -69,6 +77,47 @@ def write_json(path: Path, settings: Settings, results: Results) -> None:
     aside.replace(path)
 
 
+def read_json(path: Path) -> tuple[Settings, Results]:
+    """What `write_json` wrote, be it of a run that was cut short.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
+    try:
+        said = json.loads(path.read_text())
+        if said["schema"] != SCHEMA:
+            raise ValueError(f"schema {said['schema']}, this is {SCHEMA}")
+        ceilings = said["ceilings"]
+        rates = (1e9 * ceilings[name] for name in ("copy_tb_s", "fill_tb_s", "peer_tb_s", "peer_both_tb_s"))
+        results = Results(
+            Machine(said["machine"], said["other_processes"]),
+            said["world"],
+            Ceilings(ceilings["copied_bytes"], *rates),
+            [_filled(Figure, figure) for figure in said["figures"]],
+            [_filled(Hidden, hidden) for hidden in said["overlap"]],
+            [_filled(SmallBatch, one) for one in said["small"]],
+            said["skipped"],
+            said["failed"],
+        )
+        return _filled(Settings, said["settings"]), results
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not what tile-ep bench --json writes: {type(error).__name__} {error}") from error
+
+
+_PARTS = {"shape": Shape, "bytes": Bytes, "points": Points}
+
+
+def _filled(kind: Callable[..., Value], said: dict[str, Any]) -> Value:
+    """A dataclass out of what `asdict` made of it, and more."""
+    values = {}
+    for name in (one.name for one in fields(kind) if one.name in said):  # type: ignore[arg-type]
+        value = said[name]
+        if isinstance(value, dict):
+            value = _filled(_PARTS.get(name, Spread), value)
+        values[name] = value
+    return kind(**values)
+
+
 def against_peers(figures: list[Figure]) -> list[tuple[Figure, Figure, float]]:
     """Our figure, a peer's of the same collective and shape, and our time as a part of the peer's.
 
@@ -118,7 +167,7 @@ def _print_machine(console: Console, settings: Settings, results: Results) -> No
     assert ceilings is not None
     facts = results.machine.facts
     console.print(
-        f"{facts.get('gpu', facts['host'])}, torch {facts['torch']}, {results.world}: {shape.ranks} ranks x {shape.tokens:,} "
+        f"{facts.get('gpu') or facts['host']}, torch {facts['torch']}, {results.world}: {shape.ranks} ranks x {shape.tokens:,} "
         f"tokens x {shape.hidden:,} bf16, top-{shape.topk} of {shape.experts} experts; median of {settings.repeat}",
         highlight=False,
         soft_wrap=True,

@@ -147,6 +147,7 @@ class Session:
         """All sections. Collective."""
         settings, results = self.settings, self.results
         warm_up(self.ranks.device)
+        results.machine.describe(self.ranks.device)
         num_bytes = _GPU_COPY_BYTES if self.ranks.on_device else _CPU_COPY_BYTES
         results.ceilings = measure_ceilings(self.ranks, num_bytes, max(5, settings.repeat))
         if settings.figures:

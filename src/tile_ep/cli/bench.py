@@ -13,8 +13,8 @@ from rich.console import Console
 
 from tile_ep.bench.launch import execute, under_torchrun
 from tile_ep.bench.peers import all_peers
-from tile_ep.bench.report import print_report, write_json
-from tile_ep.bench.session import ALL_POINTS, QUICK_POINTS, SWEEPS, Settings
+from tile_ep.bench.report import print_report, read_json, write_json
+from tile_ep.bench.session import ALL_POINTS, QUICK_POINTS, SWEEPS, Results, Settings
 from tile_ep.bench.workload import FIGURES, Shape
 from tile_ep.errors import TileEPError
 
@@ -75,6 +75,10 @@ Peers = Annotated[
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer points and repeats: a first look.")]
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures as JSON.")]
 Plots = Annotated[Path | None, typer.Option("--plots", metavar="DIR", help="Draw what was measured.")]
+Again = Annotated[
+    Path | None,
+    typer.Option("--from", metavar="FILE", help="Measure nothing: print, and draw, what --json wrote.", exists=True),
+]
 Trace = Annotated[
     Path | None, typer.Option("--trace", metavar="FILE.json", help="Write a timeline for Perfetto or chrome://tracing.")
 ]
@@ -98,6 +102,7 @@ def bench(
     json_file: Json = None,
     plots: Plots = None,
     trace: Trace = None,
+    again: Again = None,
 ) -> None:
     """Measure dispatch and combine: against copies in the same run, against peers, beside a GEMM, and in small batches."""
     if not under_torchrun():
@@ -105,6 +110,9 @@ def bench(
     console, aside = Console(), Console(stderr=True)
     if not console.is_terminal:
         console = Console(width=max(console.width, _FILE_WIDTH))  # every column fits
+    if again is not None:
+        _tell(console, aside, again, plots)
+        return
     parts = _sections(section, sweep)
     settings = Settings(
         backend=_backend(backend),
@@ -129,16 +137,30 @@ def bench(
     if done is None:
         return
     settings, results = done
-    print_report(console, settings, results)
     if json_file is not None:
         write_json(json_file, settings, results)
+    _show(console, settings, results, plots)
+    if results.wrong or results.failed:
+        raise typer.Exit(1)
+
+
+def _tell(console: Console, aside: Console, path: Path, plots: Path | None) -> None:
+    try:
+        settings, results = read_json(path)
+    except (ValueError, OSError) as error:
+        aside.print("error: ", style="bold red", end="")
+        aside.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    _show(console, settings, results, plots)
+
+
+def _show(console: Console, settings: Settings, results: Results, plots: Path | None) -> None:
+    print_report(console, settings, results)
     if plots is not None:
         from tile_ep.bench.plots import draw
 
         for path in draw(results, plots):
             console.print(f"picture: {path}", highlight=False, soft_wrap=True)
-    if results.wrong or results.failed:
-        raise typer.Exit(1)
 
 
 def _give_streams_queues() -> None:
