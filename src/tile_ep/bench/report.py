@@ -167,7 +167,7 @@ def _print_machine(console: Console, settings: Settings, results: Results) -> No
     assert ceilings is not None
     facts = results.machine.facts
     console.print(
-        f"{facts.get('gpu') or facts['host']}, torch {facts['torch']}, {results.world}: {shape.ranks} ranks x {shape.tokens:,} "
+        f"{facts.get('gpu', facts['host'])}, torch {facts['torch']}, {results.world}: {shape.ranks} ranks x {shape.tokens:,} "
         f"tokens x {shape.hidden:,} bf16, top-{shape.topk} of {shape.experts} experts; median of {settings.repeat}",
         highlight=False,
         soft_wrap=True,
@@ -194,17 +194,8 @@ def _table(title: str, columns: tuple[str, ...], left: int) -> Table:
 
 
 _WHOLE_WIDTH = 180  # characters
-_LEFT_OUT = {
-    "skew",
-    "least",
-    "most",
-    "us/token",
-    "host ms",
-    "enqueue us",
-    "GB",
-    "TB/s",
-    "rows TB/s",
-}  # where there are fewer
+# Left out where there are fewer.
+_LEFT_OUT = ("skew", "least", "most", "us/token", "host ms", "enqueue us", "GB", "TB/s", "rows TB/s")
 
 
 def _figures_table(section: str, figures: list[Figure], whole: bool) -> Table:

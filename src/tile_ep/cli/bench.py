@@ -16,6 +16,7 @@ from tile_ep.bench.peers import all_peers
 from tile_ep.bench.report import print_report, read_json, write_json
 from tile_ep.bench.session import ALL_POINTS, QUICK_POINTS, SWEEPS, Results, Settings
 from tile_ep.bench.workload import FIGURES, Shape
+from tile_ep.cli.failing import fail
 from tile_ep.errors import TileEPError
 
 QUICK_REPEAT = 8
@@ -131,9 +132,7 @@ def bench(
     try:
         done = execute(settings, lambda said: aside.print(said, style="dim", markup=False, highlight=False), json_file)
     except (TileEPError, ValueError, RuntimeError, OSError) as error:
-        aside.print("error: ", style="bold red", end="")
-        aside.print(str(error), markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
+        fail(aside, error)
     if done is None:
         return
     settings, results = done
@@ -148,9 +147,7 @@ def _tell(console: Console, aside: Console, path: Path, plots: Path | None) -> N
     try:
         settings, results = read_json(path)
     except (ValueError, OSError) as error:
-        aside.print("error: ", style="bold red", end="")
-        aside.print(str(error), markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
+        fail(aside, error)
     _show(console, settings, results, plots)
 
 

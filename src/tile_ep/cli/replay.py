@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from tile_ep.cli import options as opt
+from tile_ep.cli.failing import fail
 from tile_ep.cli.layer import Experts, dense_layer, relative_error
 from tile_ep.cli.progress import progress
 from tile_ep.cli.rank import LayoutName, PayloadName, RankTask
@@ -207,6 +208,4 @@ def _readable_errors(console: Console) -> Iterator[None]:
     except (TileEPError, OSError, RuntimeError) as error:
         if isinstance(error, WorkerError) and error.details:
             console.print(error.details, style="dim", markup=False, highlight=False)
-        console.print("error: ", style="bold red", end="")
-        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
+        fail(console, error)

@@ -186,11 +186,7 @@ def _ready(s: CombineSpec, region: ep.Expr, rank: ep.Expr) -> ep.Expr:
 
 @T.macro
 def _prepare(s, c):
-    if c.tid == 0:
-        c.flags[0] = 0
-        c.flags[1] = 0
-        c.flags[2] = 0
-        c.flags[3] = ep.get(c.own + T.uint64(s.control.failed), "int32")
+    ep.clear_flags(s, c)
     if s.bulk:
         if c.tid < s.num_warps * s.depth:
             ep.barrier_init(c.bars[c.tid // s.depth, c.tid % s.depth], 1)

@@ -214,11 +214,10 @@ def build(spec: DispatchSpec) -> Any:
 def prepare(s, c):
     """0. Tables are zero, barriers are initialised."""
     i = T.alloc_var("int32")
-    if c.tid == 0:
-        c.flags[0] = 0
-        c.flags[1] = T.if_then_else(c.block == 0, 1, 0) if s.few > 0 else 0
-        c.flags[2] = 0
-        c.flags[3] = ep.get(c.own + T.uint64(s.control.failed), "int32")
+    ep.clear_flags(s, c)
+    if s.few > 0:
+        if T.And(c.tid == 0, c.block == 0):
+            c.flags[1] = 1
     if s.bulk:
         if c.tid < s.num_warps * s.depth:
             ep.barrier_init(c.bars[c.tid // s.depth, c.tid % s.depth], 1)

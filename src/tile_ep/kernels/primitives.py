@@ -136,6 +136,18 @@ def wait_tag(address: Expr, epoch: Expr, status: Expr, phase: int, peer: Expr, t
 
 
 @T.macro
+def clear_flags(s: Any, c: Any) -> None:
+    """A block's flags, by its first thread; a block barrier follows. 0: a wait gave up; 1 and 2: the kernel's own; 3: an
+    earlier collective gave up, so this one must do nothing.
+    """
+    if c.tid == 0:
+        c.flags[0] = 0
+        c.flags[1] = 0
+        c.flags[2] = 0
+        c.flags[3] = get(c.own + T.uint64(s.control.failed), "int32")
+
+
+@T.macro
 def wait_word(s: Any, c: Any, address: Any, epoch: Any, phase: int, peer: Any, got: Any) -> None:
     """`wait_tag` into `got[0]`. One that gives up leaves word for its block, and for the collectives that follow."""
     got[0] = wait_tag(address, epoch, c.status, phase, peer, c.timeout_ns)

@@ -56,8 +56,10 @@ def _address_token(s, c, token, part, to):
     rank_row = -1
     row = -1
     weight = T.float32(0)
-    counted_by = T.cast((T.int64(token + 1) * c.num_blocks - 1) // T.int64(c.num_tokens), "int32")
-    share = token // c.share
+    if s.few > 0:
+        share = token // c.share
+    else:
+        counted_by = T.cast((T.int64(token + 1) * c.num_blocks - 1) // T.int64(c.num_tokens), "int32")
     if c.lane < K:
         if s.few > 0:
             expert = c.drawn[token * K + c.lane]
