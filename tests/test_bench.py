@@ -46,6 +46,7 @@ from tile_ep.bench.workload import (
     require,
 )
 from tile_ep.cli import app
+from tile_ep.quantize import per_token_cast_to_fp8
 
 SHAPE = Shape(ranks=2, tokens=4, hidden=32, topk=2, experts=4)
 CPU = torch.device("cpu")
@@ -68,6 +69,7 @@ ROUTED = Routed(tokens=[3, 2], rows=[[2, 3], [1, 2]], selections=[[2, 4], [1, 3]
     [
         # own + received: 5 + 8 over both; rank 0 has 3 + 3, rank 1 has 2 + 5; 3 rows leave rank 0 and reach rank 1.
         ("dispatch", 13, 7, 3, 8),
+        ("dispatch, fp8", 13, 7, 3, 8),
         ("dispatch, cached", 13, 7, 3, 8),
         ("combine, zero-copy", 13, 7, 3, 8),
         # received rows twice more.
@@ -187,6 +189,20 @@ def test_checks_pass_what_is_right_and_see_what_is_wrong(
         work.check_sums(rank, 0, nearly, exact=False)
         with pytest.raises(WrongResultError, match="sums differ, by"):
             work.check_sums(rank, 0, back.combined_x * 1.1, exact=False)
+
+
+def test_checks_of_what_is_quantised_before_it_is_sent(
+    dispatched: tuple[Workload, list[reference.DispatchOutput]],
+) -> None:
+    work, _ = dispatched
+    x, idx = [per_token_cast_to_fp8(x) for x in work.x[0].values()], [*work.topk_idx[0].values()]
+    for rank, output in enumerate(reference.dispatch(list(x), idx, num_experts=7, num_max_tokens_per_rank=6)):
+        scales, source = output.recv_x[1], output.handle.recv_src_metadata[:, 0]
+        work.check_rows(rank, 0, scales, source, lambda x: per_token_cast_to_fp8(x)[1])
+        with pytest.raises(WrongResultError, match="rows differ"):
+            work.check_rows(rank, 0, scales.nextafter(scales + 1), source, lambda x: per_token_cast_to_fp8(x)[1])
+    # 16 elements and one scale of 4 bytes.
+    assert work.count_bytes("dispatch, fp8", True) == count_bytes("dispatch, fp8", work.routed[0], 20, True)
 
 
 def test_checks_of_expanded_sums(dispatched: tuple[Workload, list[reference.DispatchOutput]]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 MAX_TOPK = 32
 """Most selections a token may have: a warp handles one token, a lane one selection."""
@@ -131,37 +132,37 @@ class ControlLayout:
     staged: int = 196  # uint32, the same for the stage before
     words: int = 256
 
-    @property
+    @cached_property
     def columns(self) -> int:
         """Tallies of a block: tokens for each destination, then selections for each expert."""
         return self.num_ranks + self.num_experts
 
-    @property
+    @cached_property
     def word_stride(self) -> int:
         """Bytes from one source's row of words to the next."""
         return 8 * (1 + self.columns)
 
-    @property
+    @cached_property
     def done(self) -> int:
         """Words: the source has written all its rows of this dispatch."""
         return align(self.words + self.num_ranks * self.word_stride, ROW_ALIGNMENT)
 
-    @property
+    @cached_property
     def ready(self) -> int:
         """Words: the rank's combine input may be read."""
         return self.done + 8 * self.num_ranks
 
-    @property
+    @cached_property
     def read_done(self) -> int:
         """Words: the rank has read everything it needs of this rank's combine input."""
         return self.ready + 8 * self.num_ranks
 
-    @property
+    @cached_property
     def tallies(self) -> int:
         """uint32 `[MAX_BLOCKS, columns]`, private to this rank."""
         return align(self.read_done + 8 * self.num_ranks, ROW_ALIGNMENT)
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         return align(self.tallies + 4 * MAX_BLOCKS * self.columns, ROW_ALIGNMENT)
 
@@ -175,29 +176,29 @@ class SlotLayout:
     scale_bytes: int  # most bytes of a row's scales
     num_topk: int
 
-    @property
+    @cached_property
     def data(self) -> int:
         return 0
 
-    @property
+    @cached_property
     def scales(self) -> int:
         return align(self.rows * self.row_bytes, ROW_ALIGNMENT)
 
-    @property
+    @cached_property
     def topk_idx(self) -> int:
         """Up to 8 bytes an entry."""
         return self.scales + align(self.rows * self.scale_bytes, ROW_ALIGNMENT)
 
-    @property
+    @cached_property
     def topk_weights(self) -> int:
         return self.topk_idx + align(self.rows * self.num_topk * 8, ROW_ALIGNMENT)
 
-    @property
+    @cached_property
     def source(self) -> int:
         """int32 `[rows, 2]`: global source token, global first local selection."""
         return self.topk_weights + align(self.rows * self.num_topk * 4, ROW_ALIGNMENT)
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         return self.source + align(self.rows * 8, ROW_ALIGNMENT)
 
@@ -210,23 +211,23 @@ class RegionLayout:
     slot: SlotLayout
     num_slots: int
 
-    @property
+    @cached_property
     def slots(self) -> int:
         return self.control.num_bytes
 
-    @property
+    @cached_property
     def combine_rows(self) -> int:
         return self.slots + self.num_slots * self.slot.num_bytes
 
-    @property
+    @cached_property
     def combine_weights(self) -> int:
         return self.combine_rows + align(self.slot.rows * self.slot.row_bytes, ROW_ALIGNMENT)
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         return self.combine_weights + align(self.slot.rows * self.slot.num_topk * 4, ROW_ALIGNMENT)
 
-    @property
+    @cached_property
     def allocation(self) -> int:
         """What is allocated, in bytes."""
         return align(self.num_bytes, BUFFER_GRANULARITY)

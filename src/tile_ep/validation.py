@@ -117,9 +117,9 @@ def check_tensor(
     Args:
         words: the shape in words, for the message, for example `"[num_tokens=4, num_topk=2]"`.
     """
-    expected = f"a tensor {words}" + (f" of {_names(dtypes)}" if dtypes else "") + f" on {device}"
 
     def refuse(hint: str | None = None) -> NoReturn:
+        expected = f"a tensor {words}" + (f" of {_names(dtypes)}" if dtypes else "") + f" on {device}"
         raise ArgumentError(argument, describe(value), expected, hint)
 
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:

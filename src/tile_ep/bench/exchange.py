@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 
 from tile_ep.bench.measure import Operation
 from tile_ep.bench.ranks import Ranks
-from tile_ep.bench.workload import FIGURES, Workload, require
+from tile_ep.bench.workload import FIGURES, Cast, Workload, require
 from tile_ep.handle import EPHandle
+from tile_ep.quantize import per_token_cast_to_fp8
 
 NAME = "TileEP"
 
@@ -83,6 +85,8 @@ class Exchange:
             return self._buffers[rank].dispatch(x, idx, do_cpu_sync=False, **options)
 
         yield Operation("dispatch", (dispatch,), self._check_rows)
+        if "dispatch, fp8" in self._names:
+            yield self._fp8()
         if not {"dispatch, cached", "combine, zero-copy", "combine, staged"} & {*self._names}:
             return
         handles, rows = self.plan()
@@ -107,6 +111,21 @@ class Exchange:
             yield Operation("combine, zero-copy", (zero_copy,), self._check_sums, fill, ask)
         yield Operation("combine, staged", (staged,), self._check_sums)
 
+    def _fp8(self) -> Operation:
+        workload, options = self._workload, {"num_sms": self.num_sms, "do_cpu_sync": False}
+        quantised = [{rank: per_token_cast_to_fp8(x) for rank, x in of_set.items()} for of_set in workload.x]
+
+        def dispatch(rank: int, number: int) -> Any:
+            return self._buffers[rank].dispatch(quantised[number][rank], workload.topk_idx[number][rank], **options)
+
+        def check(rank: int, number: int, result: Any) -> None:
+            received, *rest = result
+            for part in range(2):  # data, scales
+                parts = received[part].view(torch.uint8), *rest
+                self._check_rows(rank, number, parts, functools.partial(_fp8_part, part=part))
+
+        return Operation("dispatch, fp8", (dispatch,), check)
+
     def ask_for_input(self, rank: int, handle: EPHandle) -> torch.Tensor:
         """Memory for the rows of the next `combine_in_place`. Waits for the host: a layer asks for it while experts run."""
         self._memory[rank] = self._buffers[rank].combine_input(handle)
@@ -115,11 +134,11 @@ class Exchange:
     def combine_in_place(self, rank: int, handle: EPHandle, **options: Any) -> Any:
         return self._buffers[rank].combine(self._memory[rank], handle, **options)
 
-    def _check_rows(self, rank: int, number: int, result: Any) -> None:
+    def _check_rows(self, rank: int, number: int, result: Any, send: Cast = lambda x: x) -> None:
         recv_x, recv_idx, _, handle, _ = result
         received = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
         source = handle.recv_src_metadata[:received, 0]
-        self._workload.check_rows(rank, number, recv_x[:received], source)
+        self._workload.check_rows(rank, number, recv_x[:received], source, send)
         require(bool((recv_idx[received:] == -1).all()), f"rank {rank}: indices past the rows")
         require(bool((recv_idx[:received] >= 0).any(dim=1).all()), f"rank {rank}: a row without an expert")
 
@@ -161,3 +180,8 @@ class Exchange:
 
     def _check_expanded_sums(self, rank: int, number: int, result: Any) -> None:
         self._workload.check_expanded_sums(rank, number, result[0])
+
+
+def _fp8_part(x: torch.Tensor, part: int) -> torch.Tensor:
+    """The bytes of the quantised rows of `x`, or of their scales."""
+    return per_token_cast_to_fp8(x)[part].view(torch.uint8)

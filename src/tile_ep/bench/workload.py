@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from tile_ep.layout import ExpertPartition, expand_factor_for
+from tile_ep.layout import ExpertPartition, ceil_div, expand_factor_for
 
 ROW_DTYPE = torch.bfloat16
-
-
+Cast = Callable[[torch.Tensor], torch.Tensor]
 _ROUNDING = 5e-3  # relative, of sums of bf16 rows whose partial sums may be rounded too
 
 
@@ -48,6 +47,11 @@ class Shape:
     @property
     def row_bytes(self) -> int:
         return self.hidden * ROW_DTYPE.itemsize
+
+    @property
+    def fp8_row_bytes(self) -> int:
+        """An fp8 row, and an fp32 scale for each 128 elements."""
+        return self.hidden + 4 * ceil_div(self.hidden, 128)
 
     @property
     def partition(self) -> ExpertPartition:
@@ -107,6 +111,7 @@ class _Passes:
 
 _PASSES = {
     "dispatch": _Passes(1, 1, 0),
+    "dispatch, fp8": _Passes(1, 1, 0),
     "dispatch, cached": _Passes(1, 1, 0),
     "combine, zero-copy": _Passes(1, 1, 0),
     "combine, staged": _Passes(1, 3, 0),
@@ -117,6 +122,7 @@ FIGURES = tuple(_PASSES)
 RANK_LAYOUT = ("dispatch", "combine, zero-copy", "combine, staged")
 HOW_COUNTED = {
     "dispatch": "each token's row read once, each received row written once",
+    "dispatch, fp8": "as dispatch, of rows of one byte an element and their scales",
     "dispatch, cached": "as dispatch",
     "combine, zero-copy": "each received row read once, each token's row written once",
     "combine, staged": "as zero-copy, and each received row read and written once more",
@@ -235,7 +241,8 @@ class Workload:
 
     def count_bytes(self, name: str, one_device: bool) -> Bytes:
         """The mean over all sets."""
-        counts = [count_bytes(name, routed, self.shape.row_bytes, one_device) for routed in self.routed]
+        row_bytes = self.shape.fp8_row_bytes if "fp8" in name else self.shape.row_bytes
+        counts = [count_bytes(name, routed, row_bytes, one_device) for routed in self.routed]
         memory, wire, rows = (
             sum(values) // len(counts)
             for values in zip(*((count.memory, count.wire, count.rows) for count in counts), strict=True)
@@ -244,12 +251,15 @@ class Workload:
 
     # ------------------------------------------------------------ what must come out
 
-    def check_rows(self, rank: int, number: int, rows: torch.Tensor, source: torch.Tensor) -> None:
+    def check_rows(
+        self, rank: int, number: int, rows: torch.Tensor, source: torch.Tensor, send: Cast = lambda x: x
+    ) -> None:
         """Raise unless `rows` are those that are due, in the order of the tokens `source`, `source rank * T + token`.
 
         Args:
-            rows: `[N, H]`.
+            rows: `[N, ...]`.
             source: `[N]`.
+            send: makes of `x` what is sent, row by row.
 
         Raises:
             WrongResultError: they are not.
@@ -261,7 +271,7 @@ class Workload:
             tokens = self.tokens_for(peer, rank, number)
             here = slice(start, start + len(tokens))
             require(torch.equal(source[here].long(), tokens + peer * self.shape.tokens), f"rank {rank}: other tokens")
-            require(torch.equal(rows[here], self._x_of(peer, number)[tokens]), f"rank {rank}: rows differ")
+            require(torch.equal(rows[here], send(self._x_of(peer, number)[tokens])), f"rank {rank}: rows differ")
             start += len(tokens)
 
     def check_sums(self, rank: int, number: int, out: torch.Tensor, exact: bool = True) -> None:

@@ -146,6 +146,9 @@ def build(spec: CombineSpec) -> Any:
                 slot_item=slot_item, slot_rows=slot_rows, slot_weight=slot_weight, in_place=in_place,
                 flags=flags,
             )  # fmt: skip
+            if not (spec.staged or spec.has_weights):  # everything is there already: first of all, say so
+                if T.And(block == 0, ep.has_failed(spec, c) == 0):
+                    _announce(spec, c)
             _prepare(spec, c)
             alive = T.if_then_else(flags[3] == 0, 1, 0)
             if spec.staged or spec.has_weights:
@@ -165,14 +168,14 @@ def build(spec: CombineSpec) -> Any:
                     if spec.has_weights:
                         _stage_weights(spec, c)
                     _announce_staged(spec, c)
-            else:
-                if T.And(alive == 1, block == 0):
-                    _announce(spec, c)
-            if alive == 1:
-                _wait_ready(spec, c)
-                alive = T.if_then_else(flags[0] == 0, 1, 0)
+            if spec.mixed:  # where rows are is known only afterwards
+                if alive == 1:
+                    _wait_ready(spec, c)
+                    alive = T.if_then_else(flags[0] == 0, 1, 0)
             if alive == 1:
                 _sum_over_ranks(spec, c)
+                alive = T.if_then_else(flags[0] == 0, 1, 0)
+            if alive == 1:
                 if spec.has_weights:
                     _return_weights(spec, c)
                 _leave(spec, c)
@@ -382,6 +385,7 @@ def _local_job(s: CombineSpec, c: SimpleNamespace, received: ep.Expr) -> SimpleN
         counter=c.own + T.uint64(s.control.staged),
         sources=c.row_metadata,
         load=load_sources,
+        wait=None,
         address=lambda s, c, row, source: ep.at(c.y, source, s.row_bytes),
         weights=c.y_weights if s.apply_weights else None,
         addend=None,
@@ -396,7 +400,7 @@ def _local_job(s: CombineSpec, c: SimpleNamespace, received: ep.Expr) -> SimpleN
 
 @T.macro
 def _sum_over_ranks(s, c):
-    """3. Pull and reduce."""
+    """3. Pull and reduce. What is pulled first is looked up while peers are awaited."""
     sum_rows(
         s,
         c,
@@ -405,6 +409,7 @@ def _sum_over_ranks(s, c):
             counter=c.taken,
             sources=c.sources,
             load=_load_mixed if s.mixed else load_sources,
+            wait=None if s.mixed else _wait_ready,
             address=_row_address,
             weights=None,
             addend=_zero_of if s.mixed else None,

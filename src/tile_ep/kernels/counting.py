@@ -11,6 +11,7 @@ from tile_ep.kernels import primitives as ep
 from tile_ep.layout import MAX_TOPK, ExpertPartition
 
 PHASE_ENTRY, PHASE_COUNTS = 1, 2
+_AHEAD = 4
 
 
 def rank_of(expert: ep.Expr, partition: ExpertPartition) -> ep.Expr:
@@ -61,7 +62,7 @@ def count(s, c):
     token = T.alloc_var("int32")
     end = T.alloc_var("int32")
     raw = T.alloc_var("int64")
-    ahead = T.alloc_var("int64")
+    ahead = T.alloc_local((_AHEAD,), "int64")  # entries of the next groups, asked for
     expert = T.alloc_var("int32")
     dest = T.alloc_var("int32")
     row = T.alloc_var("int32")
@@ -69,14 +70,17 @@ def count(s, c):
     tells = c.block == 0 if s.few > 0 else True  # of several blocks that see the same, one
     token = T.min(c.begin + c.warp * c.share, c.end) + c.lane // K
     end = T.min(c.begin + (c.warp + 1) * c.share, c.end)
-    ahead = T.int64(-1)
-    if T.And(c.lane < group * K, token < end):
-        ahead = selection(s, c, token, c.lane % K)
+    for j in T.unroll(_AHEAD):
+        ahead[j] = T.int64(-1)
+        if T.And(c.lane < group * K, token + j * group < end):
+            ahead[j] = selection(s, c, token + j * group, c.lane % K)
     while token - c.lane // K < end:
-        raw = ahead
-        ahead = T.int64(-1)
-        if T.And(c.lane < group * K, token + group < end):
-            ahead = selection(s, c, token + group, c.lane % K)
+        raw = ahead[0]
+        for j in T.unroll(_AHEAD - 1):
+            ahead[j] = ahead[j + 1]
+        ahead[_AHEAD - 1] = T.int64(-1)
+        if T.And(c.lane < group * K, token + _AHEAD * group < end):
+            ahead[_AHEAD - 1] = selection(s, c, token + _AHEAD * group, c.lane % K)
         expert = ep.index(raw, s.num_experts)
         dest = T.if_then_else(expert >= 0, rank_of(expert, s.partition), -1)
         if T.And(T.And(expert < 0, raw != T.int64(-1)), tells):
@@ -270,9 +274,11 @@ def send_counts(s, c):
 
 @T.macro
 def send_entry(s, c):
-    """2a of a cached dispatch, where only the entry and the slot are news, and ahead of the counts of few tokens."""
+    """2a of a cached dispatch, where only the entry and the slot are news, and ahead of the counts of few tokens: the first
+    thing that a kernel does, so that it is under way meanwhile.
+    """
     i = T.alloc_var("int32")
-    if c.block == 0:
+    if T.And(c.block == 0, ep.has_failed(s, c) == 0):
         i = c.tid
         while i < s.num_ranks:
             ep.store_release(_word(s, c.peers[i] + T.uint64(s.control.words), c.rank, 0), ep.tagged(c.epoch, c.slot))

@@ -141,6 +141,9 @@ def build(spec: DispatchSpec) -> Any:
                 (4,), "int32", scope="shared"
             )  # a wait gave up; last to count; last to finish; an earlier collective gave up
 
+            item = T.alloc_local((1,), "int32")  # what a warp scatters, and what is good for its next piece
+            ticket = T.alloc_local((1,), "int32")
+
             tid = T.get_thread_binding()
             block_begin = T.alloc_var("int32")
             block_end = T.alloc_var("int32")
@@ -169,20 +172,23 @@ def build(spec: DispatchSpec) -> Any:
                 epoch=epoch, share=share, stage=stage, bars=bars, base=base, totals=totals, count=count,
                 peer_slot=peer_slot, local_count=local_count, start=start, expert_base=expert_base,
                 expert_count=expert_count, expert_start=expert_start, needed=needed, flags=flags, drawn=drawn,
-                number=number, expanded_number=expanded_number, begin=block_begin, end=block_end, warp=tid // 32,
-                lane=tid % 32, words=own + T.uint64(spec.control.words),
+                number=number, expanded_number=expanded_number, begin=block_begin, end=block_end, item=item,
+                ticket=ticket, warp=tid // 32, lane=tid % 32, words=own + T.uint64(spec.control.words),
                 taken=own + T.uint64(spec.control.taken),
             )  # fmt: skip
+            if spec.cached or spec.few > 0:
+                counting.send_entry(spec, c)
             prepare(spec, c)
             alive = T.if_then_else(flags[3] == 0, 1, 0)
             if alive == 1:
-                if spec.cached or spec.few > 0:
-                    counting.send_entry(spec, c)
+                scattering.begin_scatter(spec, c)
                 if not spec.cached:
                     counting.count(spec, c)
                     counting.send_counts(spec, c)
                 counting.receive_words(spec, c)
                 alive = T.if_then_else(flags[0] == 0, 1, 0)
+            if T.And(flags[3] == 0, flags[0] != 0):
+                scattering.abandon_scatter(spec, c)
             if alive == 1:
                 if not spec.cached:
                     counting.place_rows(spec, c)

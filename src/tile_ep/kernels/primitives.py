@@ -135,6 +135,11 @@ def wait_tag(address: Expr, epoch: Expr, status: Expr, phase: int, peer: Expr, t
     return T.call_extern("int64", "ep_wait_tag", address, epoch, status, phase, peer, timeout_ns)
 
 
+def has_failed(s: Any, c: Any) -> Expr:
+    """Not 0 once a wait of this rank has given up: until a reset its kernels must do nothing."""
+    return get(c.own + T.uint64(s.control.failed), "int32")
+
+
 @T.macro
 def clear_flags(s: Any, c: Any) -> None:
     """A block's flags, by its first thread; a block barrier follows. 0: a wait gave up; 1 and 2: the kernel's own; 3: an
@@ -144,7 +149,7 @@ def clear_flags(s: Any, c: Any) -> None:
         c.flags[0] = 0
         c.flags[1] = 0
         c.flags[2] = 0
-        c.flags[3] = get(c.own + T.uint64(s.control.failed), "int32")
+        c.flags[3] = has_failed(s, c)
 
 
 @T.macro

@@ -8,13 +8,14 @@ from typing import Any
 import tilelang.language as T
 
 from tile_ep.kernels import primitives as ep
-from tile_ep.kernels.scattering import first_ticket, take
+from tile_ep.kernels.scattering import first_piece, take
 
 # A job `j` of a warp, besides the spec `s` and the context `c` of the kernel:
 #   num_rows     rows to make; each is made in chunks, an item is one chunk of one row
 #   counter      where warps take items
 #   sources      [num_rows, K] int32: what to sum, lane by lane; negative entries are none
 #   load         macro of (s, c, j, row, source) that reads them: `load_sources` or one of the kernel's own
+#   wait         macro of (s, c) that has to come before the first row is pulled, or None
 #   address      function of (s, c, row, source): where the row to pull is
 #   weights      fp32 by source, which each row is multiplied by, or None
 #   addend       function of (s, c, source): fp32 that is added to each element of that row first, or None
@@ -87,25 +88,26 @@ def _sum_bulk(s, c, j):
     fetched = 0
     added = 0
     left = 0
-    num_rows = 0
-    mask[0] = T.uint32(0)
-    first_ticket(s, c, ticket)
-    take(s, c, j.counter, ticket, ahead)
+    first_piece(s, c, ahead, ticket)
     j.load(s, c, j, ahead[0] // s.num_chunks, ahead_source)
-    more = True
+    _take_with_rows(s, c, j, ticket, ahead, ahead_source, item, source, mask, none, value)
+    more = item[0] < j.num_rows * s.num_chunks
+    if j.wait is not None:
+        j.wait(s, c)
+        more = T.And(more, c.flags[0] == 0)
+    num_rows = T.cast(T.popcount(mask[0]), "int32")
     while T.Or(more, added < fetched):
         room = T.And(more, fetched - added < s.depth)
         if room:
+            row = T.shfl_sync(source[0], ep.first_lane(mask[0]))
+            mask[0] = mask[0] & (mask[0] - T.uint32(1))
+            _fetch_chunk(s, c, j, item[0], num_rows, row, fetched % s.depth)
+            fetched = fetched + 1
             done = mask[0] == T.uint32(0)
             if done:
                 _take_with_rows(s, c, j, ticket, ahead, ahead_source, item, source, mask, none, value)
                 num_rows = T.cast(T.popcount(mask[0]), "int32")
                 more = item[0] < j.num_rows * s.num_chunks
-            if more:
-                row = T.shfl_sync(source[0], ep.first_lane(mask[0]))
-                mask[0] = mask[0] & (mask[0] - T.uint32(1))
-                _fetch_chunk(s, c, j, item[0], num_rows, row, fetched % s.depth)
-                fetched = fetched + 1
         else:
             slot = added % s.depth
             T.sync_warp()
@@ -224,10 +226,12 @@ def _sum_warp(s, c, j):
     source = T.alloc_local((1,), "int32")
     ticket = T.alloc_local((1,), "int32")
     value = T.alloc_local((1,), s.dtype)
-    first_ticket(s, c, ticket)
+    first_piece(s, c, item, ticket)
     more = True
+    if j.wait is not None:
+        j.wait(s, c)
+        more = c.flags[0] == 0
     while more:
-        take(s, c, j.counter, ticket, item)
         more = item[0] < j.num_rows
         if more:
             j.load(s, c, j, item[0], source)
@@ -261,3 +265,4 @@ def _sum_warp(s, c, j):
                     value[0] = T.cast(total, s.dtype)
                     ep.put_from(ep.at(to, element, B), value[0], B)
                 element = element + 32
+            take(s, c, j.counter, ticket, item)

@@ -21,19 +21,22 @@ def _slot(c: SimpleNamespace, region: ep.Expr, slot: ep.Expr) -> ep.Expr:
 
 
 @T.macro
-def first_ticket(s, c, ticket):
-    """`ticket[0]`, in the first lane, is good for the piece of this warp's number. Few pieces go to many blocks."""
-    ticket[0] = c.warp * c.num_blocks + c.block - c.num_blocks * s.num_warps
+def first_piece(s, c, item, ticket):
+    """`item[0]`: what this warp begins with, the piece of its number among all warps of the rank; few pieces go to many blocks.
+    `ticket[0]`, in the first lane: the piece after it, of the next round of all warps.
+    """
+    item[0] = c.warp * c.num_blocks + c.block
+    ticket[0] = item[0] + c.num_blocks * s.num_warps
 
 
 @T.macro
 def take(s, c, counter, ticket, item):
-    """`item[0]`: the next piece of this rank's work, for whichever warp gets to it, since SMs differ in the bandwidth they get.
-    The ticket for the one after it is asked for, and looked at next time only.
+    """`item[0]`: the next piece of this rank's work. After two rounds pieces go to whichever warp gets to them, since SMs
+    differ in the bandwidth they get. The one after it is asked for, and looked at next time only.
     """
-    item[0] = T.shfl_sync(ticket[0], 0) + c.num_blocks * s.num_warps
+    item[0] = T.shfl_sync(ticket[0], 0)
     if c.lane == 0:
-        ticket[0] = ep.add_relaxed(counter, 1)
+        ticket[0] = ep.add_relaxed(counter, 1) + 2 * c.num_blocks * s.num_warps
 
 
 @T.macro
@@ -183,19 +186,29 @@ def _copy_parts(s, c, token, region, row, sends):
 
 
 @T.macro
+def begin_scatter(s, c):
+    """A warp's first piece is known, and fetched, before it is known where it goes."""
+    first_piece(s, c, c.item, c.ticket)
+    if s.bulk:
+        if c.item[0] < c.num_tokens * s.num_chunks:
+            _fetch_chunk(s, c, c.item[0], 0)
+
+
+@T.macro
+def abandon_scatter(s, c):
+    """Instead of the scatter, where peers have not come: a block must not end while its shared memory is written."""
+    if s.bulk:
+        if c.item[0] < c.num_tokens * s.num_chunks:
+            ep.barrier_wait(c.bars[c.warp, 0], 0)
+
+
+@T.macro
 def scatter_warp(s, c):
     """3. Scatter, by the warp: any row size and alignment."""
-    more = T.alloc_var("bool")
-    item = T.alloc_local((1,), "int32")
-    ticket = T.alloc_local((1,), "int32")
     to = T.alloc_local((1,), "uint64")
-    first_ticket(s, c, ticket)
-    more = True
-    while more:
-        take(s, c, c.taken, ticket, item)
-        more = item[0] < c.num_tokens
-        if more:
-            _address_token(s, c, item[0], 0, to)
+    while c.item[0] < c.num_tokens:
+        _address_token(s, c, c.item[0], 0, to)
+        take(s, c, c.taken, c.ticket, c.item)
 
 
 @T.macro
@@ -205,30 +218,20 @@ def scatter_bulk(s, c):
     memory of a chunk is fetched into again only after every lane's stores have read it.
     """
     turn = T.alloc_var("int32")  # chunks this warp has had
-    here = T.alloc_var("bool")  # the warp holds a chunk
-    more = T.alloc_var("bool")  # it has not seen the last one
-    item = T.alloc_local((1,), "int32")
-    ticket = T.alloc_local((1,), "int32")
     to = T.alloc_local((1,), "uint64")
-    first_ticket(s, c, ticket)
     turn = 0
-    here = False
-    more = True
-    while more:
-        if here:
-            ep.barrier_wait(c.bars[c.warp, turn % s.depth], turn // s.depth % 2)
-            if to[0] != T.uint64(0):
-                ep.push_streamed(to[0], c.stage[c.warp, turn % s.depth, 0], _chunk_size(s, item[0] % s.num_chunks))
-            ep.push_commit()
-            turn = turn + 1
-        take(s, c, c.taken, ticket, item)
-        more = item[0] < c.num_tokens * s.num_chunks
-        if more:
+    while c.item[0] < c.num_tokens * s.num_chunks:
+        _address_token(s, c, c.item[0] // s.num_chunks, c.item[0] % s.num_chunks, to)
+        ep.barrier_wait(c.bars[c.warp, turn % s.depth], turn // s.depth % 2)
+        if to[0] != T.uint64(0):
+            ep.push_streamed(to[0], c.stage[c.warp, turn % s.depth, 0], _chunk_size(s, c.item[0] % s.num_chunks))
+        ep.push_commit()
+        turn = turn + 1
+        take(s, c, c.taken, c.ticket, c.item)
+        if c.item[0] < c.num_tokens * s.num_chunks:
             ep.push_wait_read(s.depth - 1)
             T.sync_warp()
-            _fetch_chunk(s, c, item[0], turn % s.depth)
-            _address_token(s, c, item[0] // s.num_chunks, item[0] % s.num_chunks, to)
-        here = more
+            _fetch_chunk(s, c, c.item[0], turn % s.depth)
 
 
 @T.macro
