@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from strategies import any_case
 
 from tile_ep.cases import GRID, Case, assert_same, make_inputs, run_rank, run_reference
+from tile_ep.kernels.tuning import HOPPER, SIMULATOR, Tuning
 
 EXAMPLES = {"collective": 100, "sim": 6, "cuda": 20}
 """Drawn cases; `TILE_EP_HYPOTHESIS_EXAMPLES` overrides them."""
@@ -58,16 +59,15 @@ def test_drawn(backend: Runner) -> None:
     drawn()
 
 
-def _run_schedule(case: Case, schedule: int, **tuned: bool) -> list[dict[str, Any]]:
+def _run_schedule(case: Case, schedule: int, tuning: Tuning = SIMULATOR) -> list[dict[str, Any]]:
     import tile_ep
-    from tile_ep.kernels.tuning import SIMULATOR
 
     inputs = make_inputs(case)
     with tile_ep.loopback(
         case.num_ranks,
         device="sim",
         seed=schedule,
-        tuning=case.tuned(replace(SIMULATOR, **tuned)),
+        tuning=case.tuned(tuning),
         **case.buffer_arguments(),
     ) as ranks:
         return [to_cpu(out) for out in ranks.run(lambda rank, buffer: run_rank(buffer, case, inputs[rank]))]
@@ -80,7 +80,15 @@ _SIMULATED = [case for case in GRID if not case.heavy and case.num_ranks <= 8]
 @pytest.mark.parametrize("case", _SIMULATED[:: len(_SIMULATED) // 40], ids=str)
 def test_rows_copied_by_warps_and_pushed_back(backend: Runner, case: Case) -> None:
     """The variants of the kernels that no device's tuning chooses, in both layouts."""
-    assert_same(case, run_reference(case), _run_schedule(case, len(str(case)), by_warp=True, pushes=True))
+    tuning = replace(SIMULATOR, by_warp=True, pushes=True)
+    assert_same(case, run_reference(case), _run_schedule(case, len(str(case)), tuning))
+
+
+@pytest.mark.parametrize("backend", ["sim"], indirect=True)
+@pytest.mark.parametrize(("hidden", "do_expand"), [(2880, False), (3072, True), (5120, True), (16384, False)])
+def test_rows_of_models_in_the_blocks_of_a_gpu(backend: Runner, hidden: int, do_expand: bool) -> None:
+    case = Case((3, 0, 5), hidden, num_topk=4, do_expand=do_expand, mask="some", zero_copy=not do_expand, seed=hidden)
+    assert_same(case, run_reference(case), _run_schedule(case, hidden, HOPPER))
 
 
 _RANK_LAYOUT = [case for case in GRID if not (case.do_expand or case.heavy) and case.num_ranks <= 8]

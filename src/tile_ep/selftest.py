@@ -84,6 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
         "2 ranks, blocks count shares": functools.partial(check_rounds, rounds // 3, (2, 40, 512, 4, 8), 4, 0),
         "4 ranks, long run": functools.partial(check_rounds, rounds // 3, (4, 24, 1000, 6, 30), 5),
         "8 ranks, long run": functools.partial(check_rounds, rounds // 3, (8, 16, 256, 8, 64), 16),
+        "rows of models": functools.partial(check_models, 10),
         "queued without sync": functools.partial(check_queued, 200),
         "streams and events": functools.partial(check_streams, 50),
         "graph": functools.partial(check_graph, 100),
@@ -221,6 +222,14 @@ def check_rounds(rounds: int, shape: tuple[int, int, int, int, int], num_sms: in
 
         ranks.run(many)
     return f"{rounds} rounds of {len(distinct)} inputs"
+
+
+def check_models(rounds: int) -> str:
+    """Rows as wide as those of models: whole chunks of a block's memory, and chunks that differ."""
+    hiddens = 2048, 2880, 3072, 5120, 16384
+    for hidden in hiddens:
+        check_rounds(rounds, (4, 24, hidden, 8, 64), 16)
+    return f"{rounds} rounds each of hidden {', '.join(map(str, hiddens))}"
 
 
 def check_queued(rounds: int) -> str:
