@@ -59,7 +59,7 @@ class Tuning:
 HOPPER = Tuning(
     dispatch=BlockShape(8, 7168, 2),
     expanded=BlockShape(8, 7168, 2),
-    combine=BlockShape(18, 3584, 3),
+    combine=BlockShape(18, 7168, 3),
     shared_bytes=224 * 1024 - 24 * 1024,
     default_sms=16,
     few=1024,
