@@ -20,6 +20,7 @@ pytest.importorskip("tilelang")
 
 import tile_ep
 from tile_ep import Buffer, reference
+from tile_ep.backends.nvlink import NvlinkBackend
 from tile_ep.kernels.dispatch import DispatchSpec
 from tile_ep.kernels.launcher import KernelSpec, cuda_source
 from tile_ep.kernels.tuning import SIMULATOR
@@ -39,6 +40,7 @@ class Fault:
         why: what the line is for.
         pushes: in the variant of combine that pushes rows.
         few: in the dispatch of few tokens, of which every block counts all.
+        tokens: of the first rank; each later one has one less.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Fault:
     why: str
     pushes: bool = False
     few: bool = False
+    tokens: int = 9
 
     def is_in(self, spec: KernelSpec) -> bool:
         """Whether it is planted into the kernel of `spec`."""
@@ -201,6 +204,25 @@ FAULTS = [
 ]
 
 
+FAULTS.append(
+    Fault(
+        "entry counted early",
+        "dispatch",
+        r"ahead\[3\] = (\(\(int64_t\))",
+        r"ahead[2] = \1",
+        "entries are counted in order, however many groups of tokens a warp has",
+        tokens=200,
+    )
+)
+LEFT_BEHIND = Fault(
+    "fetch left behind",
+    "dispatch",
+    r"if \(\(flags\[3\] == 0\) && \(flags\[0\] != 0\)\)",
+    "if (false)",
+    "a block that gives up waits for what it has fetched",
+)
+"""Is seen only where a wait gives up while peers are on their way."""
+
 _BY_NAME = {fault.name: fault for fault in FAULTS}
 FAULTS += [
     *(
@@ -254,7 +276,7 @@ def _plant(monkeypatch: pytest.MonkeyPatch, fault: Fault | None) -> dict[KernelS
     return kernels
 
 
-RANKS, TOKENS, TOPK, EXPERTS = 3, 9, 3, 7
+RANKS, TOPK, EXPERTS = 3, 3, 7
 HANDLE_FIELDS = (
     "psum_num_recv_tokens_per_scaleup_rank",
     "psum_num_recv_tokens_per_expert",
@@ -267,12 +289,12 @@ HANDLE_FIELDS = (
 class Scenario:
     """Collectives in a row on three ranks, none of which waits for the host, and what the reference makes of them."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, most: int = 9) -> None:
         random = torch.Generator().manual_seed(seed)
-        self.seed = seed
+        self.seed, self.most = seed, most
         self.rounds = []
         for odd in (False, True):
-            tokens = [TOKENS - rank for rank in range(RANKS)]
+            tokens = [most - rank for rank in range(RANKS)]
             if odd:  # rows of 37 bytes with scales of 3
                 xs = [
                     tuple(torch.randint(0, 256, (t, n), generator=random).to(torch.uint8) for n in (37, 3))
@@ -283,11 +305,11 @@ class Scenario:
             idxs = [torch.rand(t, EXPERTS, generator=random).topk(TOPK, 1).indices for t in tokens]
             weights = [torch.rand(t, TOPK, generator=random) for t in tokens]
             sent = reference.dispatch(
-                xs, idxs, weights, num_experts=EXPERTS, num_max_tokens_per_rank=TOKENS, do_cpu_sync=False
+                xs, idxs, weights, num_experts=EXPERTS, num_max_tokens_per_rank=most, do_cpu_sync=False
             )
             handles = [output.handle for output in sent]
             counts = [int(handle.psum_num_recv_tokens_per_scaleup_rank[-1]) for handle in handles]
-            ys = [[torch.randn(RANKS * TOKENS, 104, generator=random).bfloat16() for _ in counts] for _ in range(3)]
+            ys = [[torch.randn(RANKS * most, 104, generator=random).bfloat16() for _ in counts] for _ in range(3)]
             if not odd:
                 ys = [[output.recv_x for output in sent], *ys, [output.recv_x for output in sent]]  # type: ignore[list-item]
             back = [reference.combine(y, handles, [output.recv_topk_weights for output in sent]) for y in ys]  # type: ignore[misc]
@@ -296,23 +318,26 @@ class Scenario:
     def run(self, pushes: bool = False, few: bool = False) -> str | None:
         """What went wrong, or `None`."""
         try:
-            with tile_ep.loopback(
-                RANKS,
-                num_max_tokens_per_rank=TOKENS,
-                hidden=104,
-                num_topk=TOPK,
-                num_experts=EXPERTS,
-                num_slots=9,
-                seed=self.seed,
-                timeout_s=30,
-                tuning=replace(SIMULATOR, pushes=pushes, few=TOKENS * TOPK if few else 0),
-            ) as ranks:
-                assert ranks.simulation is not None
-                with ranks.simulation.queued():
-                    outputs = ranks.run(self._on_rank)
-                return self._difference(outputs)
+            return self._difference(self.outputs(pushes, few))
         except (SimError, tile_ep.PeerTimeoutError) as error:
             return str(error)
+
+    def outputs(self, pushes: bool = False, few: bool = False) -> list[list[list[Any]]]:
+        """Of every rank."""
+        with tile_ep.loopback(
+            RANKS,
+            num_max_tokens_per_rank=self.most,
+            hidden=104,
+            num_topk=TOPK,
+            num_experts=EXPERTS,
+            num_slots=9,
+            seed=self.seed,
+            timeout_s=30,
+            tuning=replace(SIMULATOR, pushes=pushes, few=self.most * TOPK if few else 0),
+        ) as ranks:
+            assert ranks.simulation is not None
+            with ranks.simulation.queued():
+                return ranks.run(self._on_rank)
 
     def _on_rank(self, rank: int, buffer: Buffer) -> list[list[Any]]:
         outputs = []
@@ -371,11 +396,41 @@ def test_without_a_fault_every_seed_passes(pushes: bool, few: bool, monkeypatch:
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_fault_is_found(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     specs = _plant(monkeypatch, fault)
-    found = _first_failure(Scenario, fault.pushes, fault.few)
+    found = _first_failure(lambda seed: Scenario(seed, fault.tokens), fault.pushes, fault.few)
     planted = [cuda_source(spec) for spec in specs if fault.is_in(spec)]
     assert any(re.search(fault.pattern, source) for source in planted), "the fault does not apply to the kernels"
     assert found is not None, f"not found in {SEEDS} seeds: {fault.why}"
     print(f"{fault.name}: seed {found[0]}: {found[1].splitlines()[0]}")
+
+
+@pytest.mark.parametrize("few", [False, True], ids=["many", "few"])
+@pytest.mark.parametrize("fault", [None, LEFT_BEHIND], ids=["no fault", LEFT_BEHIND.name])
+def test_a_block_that_gives_up_leaves_nothing_behind(
+    fault: Fault | None, few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank waits for a moment only. Whatever it then does, the simulator has nothing to object to."""
+    patience_ns = 0
+    impatient: list[NvlinkBackend] = []
+
+    def timeout_ns(backend: NvlinkBackend) -> int:
+        if backend.rank != 1:
+            return 30_000_000_000
+        impatient.append(backend)
+        return patience_ns
+
+    monkeypatch.setattr(NvlinkBackend, "_timeout_ns", property(timeout_ns))
+    _plant(monkeypatch, fault)
+    gave_up, objected = 0, 0
+    for seed in range(SEEDS):
+        patience_ns = int(10 ** (1 + 4 * seed / SEEDS))
+        try:
+            Scenario(seed).outputs(few=few)
+        except SimError as error:
+            assert "the block ends while" in str(error)
+            objected += 1
+        gave_up += bool(impatient[-1]._status_view.any())
+    assert gave_up > SEEDS // 2
+    assert (objected > 0) == (fault is not None)
 
 
 @pytest.mark.parametrize("fault", ANNOUNCED_EARLY, ids=lambda fault: fault.name)
