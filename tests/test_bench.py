@@ -25,7 +25,7 @@ from tile_ep.bench.exchange import Exchange
 from tile_ep.bench.launch import execute
 from tile_ep.bench.machine import Machine, gpu_processes
 from tile_ep.bench.measure import Figure, Operation, measure
-from tile_ep.bench.overlap import Hidden, next_rows
+from tile_ep.bench.overlap import Hidden, leaving, next_rows
 from tile_ep.bench.peers import all_peers
 from tile_ep.bench.peers.plain_torch import PlainTorch
 from tile_ep.bench.plots import draw
@@ -522,6 +522,26 @@ def test_the_hidden_share() -> None:
     assert hidden_of(1.0, 0.5, 1.1).share == pytest.approx(0.8)
 
 
+def test_products_are_told_how_many_sms_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int | str | None] = []
+
+    def library(name: str | None = None) -> str:
+        return "cublas" if name is None else str(told.append(name))
+
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", library)
+    monkeypatch.setattr(torch._C, "_set_sm_carveout_experimental", told.append, raising=False)
+    with leaving(0) as can:
+        assert can and told == []
+    with pytest.raises(ZeroDivisionError), leaving(32) as can:
+        assert can and told == ["cublaslt", 32]
+        raise ZeroDivisionError
+    assert told == ["cublaslt", 32, None, "cublas"]
+    monkeypatch.delattr(torch._C, "_set_sm_carveout_experimental")
+    with leaving(32) as can:
+        assert not can
+    assert len(told) == 4
+
+
 def test_a_gemm_is_sized_to_a_time() -> None:
     assert next_rows(1024, took_ms=1.0, target_ms=2.0) == 2048
     assert next_rows(1024, took_ms=1.0, target_ms=1.05) == 1024 + 128 * round(0.05 * 8)
@@ -543,6 +563,7 @@ def test_pictures_of_all_sections(tmp_path: Path) -> None:
     ]
     orders = ("collective first", "GEMM first")
     hidden = [hidden_of(1.0, 1.0, 1.2, order, sms) for order in orders for sms in (8, 16)]
+    hidden += [replace(one, left_sms=2 * one.num_sms) for one in hidden]
     results = Results(Machine({}), "here", CEILINGS, figures, hidden, small)
     drawn = draw(results, tmp_path / "pictures")
     assert sorted(path.stem for path in drawn) == ["overlap", "ranks", "skew", "small", "sms", "tokens"]

@@ -3,12 +3,19 @@
 A bf16 `torch.matmul` of the size that takes as long alone as the collective alone runs on the compute stream while the
 collective runs beside it (`async_with_compute_stream`). Hidden share: `(gemm + collective - both) / collective`, each the
 time from the gate to the end of everything; 1 where the collective costs nothing more, 0 where it could as well have waited.
-With all ranks on one GPU, one rank has the product and all ranks' blocks take SMs from it, so few ranks are used.
+With all ranks on one GPU, the last rank has the product, since the others' collectives are enqueued by then; all ranks' blocks
+take SMs from it, so few ranks are used.
+
+A product whose blocks stay until its end, as those of cuBLAS do, takes every SM that it finds free, and where it finds too few,
+the rest of its blocks run after the others: twice the time. So each is measured twice, as it comes, and told to leave free as
+many SMs as the collective takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +30,7 @@ _WARM_UP = 2
 _INNER, _COLUMNS = 7168, 4096
 _STEP = 128
 _MOST_ROWS = 1 << 16
+_HEAD_START_CYCLES = 20_000  # of a collective that is enqueued first: about 10 us, as the host would give it
 ORDERS = ("collective first", "GEMM first")
 
 
@@ -36,6 +44,7 @@ class Hidden:
         order: which of the two the host enqueues first.
         rows: of the product, `[rows, 7168] @ [7168, 4096]`.
         gemm_ms, collective_ms, both_ms: slowest rank.
+        left_sms: that the product was told to leave free.
     """
 
     collective: str
@@ -46,6 +55,7 @@ class Hidden:
     gemm_ms: Spread
     collective_ms: Spread
     both_ms: Spread
+    left_sms: int = 0
 
     @property
     def share(self) -> float:
@@ -69,6 +79,23 @@ class Gemm:
         """Choose the rows that take `target_ms`; `time_ms` says how long the present ones do."""
         for _ in range(4):
             self.rows = next_rows(self.rows, time_ms(), target_ms)
+
+
+@contextlib.contextmanager
+def leaving(num_sms: int) -> Iterator[bool]:
+    """Products of cuBLASLt leave `num_sms` SMs free while the context lasts; yields whether this PyTorch can tell them."""
+    tell = getattr(torch._C, "_set_sm_carveout_experimental", None)
+    if num_sms == 0 or tell is None:
+        yield num_sms == 0
+        return
+    library = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    tell(num_sms)
+    try:
+        yield True
+    finally:
+        tell(None)
+        torch.backends.cuda.preferred_blas_library(library)
 
 
 def next_rows(rows: int, took_ms: float, target_ms: float) -> int:
@@ -104,8 +131,12 @@ def measure_overlap(ranks: Ranks, workload: Workload, num_sms: int, repeat: int)
             ("dispatch", dispatch, None),
             ("combine, zero-copy", combine, ask),
         ]
-        for name, collective, before in collectives:
-            found += _of_collective(ranks, name, collective, before, gemm, num_sms, repeat)
+        taken = num_sms * (ranks.num_ranks if ranks.one_device else 1)
+        for left_sms in (0, taken):
+            with leaving(left_sms) as can:
+                if can:
+                    for name, collective, before in collectives:
+                        found += _of_collective(ranks, name, collective, before, gemm, num_sms, left_sms, repeat)
     return found
 
 
@@ -113,22 +144,30 @@ Collective = Callable[[int, torch.cuda.Event], Any]
 
 
 def _of_collective(
-    ranks: Ranks, name: str, collective: Collective, before: Before | None, gemm: Gemm, num_sms: int, repeat: int
+    ranks: Ranks,
+    name: str,
+    collective: Collective,
+    before: Before | None,
+    gemm: Gemm,
+    num_sms: int,
+    left_sms: int,
+    repeat: int,
 ) -> list[Hidden]:
     def alone(rank: int) -> Any:
         result = collective(rank, torch.cuda.current_stream().record_event())
         result[-1].current_stream_wait()
         return result
 
-    def product(rank: int) -> None:
-        if rank == ranks.here[0]:
+    def product(rank: int, order: str = ORDERS[1]) -> None:
+        if rank == ranks.here[-1]:
+            if order == ORDERS[0]:
+                torch.cuda._sleep(_HEAD_START_CYCLES)
             gemm()
 
     prepare(ranks.here, before)
     ranks.each(alone)
     collective_ms = _spread(ranks, alone, before, repeat)
     gemm.fit(collective_ms.median, lambda: _spread(ranks, product, None, 5).median)
-    gemm_ms = _spread(ranks, product, None, repeat)
     found = []
     for order in ORDERS:
 
@@ -138,12 +177,15 @@ def _of_collective(
                 product(rank)
             result = collective(rank, ready)
             if order == ORDERS[0]:
-                product(rank)
+                product(rank, order)
             result[-1].current_stream_wait()
             return result
 
+        gemm_ms = _spread(ranks, functools.partial(product, order=order), None, repeat)
         both_ms = _spread(ranks, both, before, repeat)
-        found.append(Hidden(name, ranks.num_ranks, num_sms, order, gemm.rows, gemm_ms, collective_ms, both_ms))
+        found.append(
+            Hidden(name, ranks.num_ranks, num_sms, order, gemm.rows, gemm_ms, collective_ms, both_ms, left_sms)
+        )
     return found
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tile_ep.bench.exchange import NAME
 from tile_ep.bench.measure import Figure
-from tile_ep.bench.overlap import ORDERS, Hidden
+from tile_ep.bench.overlap import Hidden
 from tile_ep.bench.session import Results
 from tile_ep.bench.small import SmallBatch
 
@@ -79,11 +79,13 @@ def _draw_sweep(path: Path, section: str, label: str, place: Callable[[Figure], 
 
 def _draw_overlap(path: Path, hidden: list[Hidden]) -> Path:
     def fill(axes: Axes) -> None:
-        for collective in dict.fromkeys(one.collective for one in hidden):
-            for order in ORDERS:
-                some = [one for one in hidden if (one.collective, one.order) == (collective, order)]
-                shares = [100 * one.share for one in some]
-                axes.plot([one.num_sms for one in some], shares, marker="o", label=f"{collective}, {order}")
+        lines: dict[tuple[str, str, bool], list[Hidden]] = {}
+        for one in hidden:
+            lines.setdefault((one.collective, one.order, one.left_sms > 0), []).append(one)
+        for (collective, order, leaves), some in lines.items():
+            label = f"{collective}, {order}" + (", SMs left free" if leaves else "")
+            shares = [100 * one.share for one in some]
+            axes.plot([one.num_sms for one in some], shares, "o-" if leaves else "o--", label=label)
         axes.set_xlabel(f"SMs a rank, {hidden[0].ranks} ranks")
         axes.set_ylabel("% of the collective hidden")
         axes.grid(True, alpha=0.3)

@@ -239,8 +239,8 @@ def _peers_table(peers: list[tuple[Figure, Figure, float]]) -> Table:
 
 
 def _overlap_table(results: Results) -> Table:
-    columns = ("collective", "order", "ranks", "SMs a rank", "GEMM ms", "collective", "both", "hidden")
-    table = _table("a matrix product beside a collective", columns, 2)
+    columns = ("collective", "order", "ranks", "SMs a rank", "left free", "GEMM ms", "collective", "both", "hidden")
+    table = _table("a matrix product beside a collective, on all SMs or leaving some free", columns, 2)
     for hidden in results.hidden:
         times = (hidden.gemm_ms, hidden.collective_ms, hidden.both_ms)
         table.add_row(
@@ -248,6 +248,7 @@ def _overlap_table(results: Results) -> Table:
             hidden.order,
             str(hidden.ranks),
             str(hidden.num_sms),
+            str(hidden.left_sms),
             *(f"{time.median:.3f}" for time in times),
             f"{100 * hidden.share:.0f} %",
         )

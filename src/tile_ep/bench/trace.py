@@ -16,7 +16,7 @@ _ROUNDS = 3
 
 
 def write_trace(path: Path, ranks: Ranks, workload: Workload, num_sms: int) -> None:
-    """Dispatch and combine on all ranks; on CUDA beside a matrix product on the first rank's stream. Collective.
+    """Dispatch and combine on all ranks; on CUDA beside a matrix product on the last rank's stream. Collective.
 
     The file of the first process is written. Names of calls are there where they are made by this thread, which in the
     simulator they are not.
@@ -32,7 +32,7 @@ def write_trace(path: Path, ranks: Ranks, workload: Workload, num_sms: int) -> N
                 x, idx = workload.x[0][rank], workload.topk_idx[0][rank]
                 options: dict[str, Any] = {"num_sms": num_sms, "async_with_compute_stream": True}
                 recv_x, _, _, handle, sent = buffers[rank].dispatch(x, idx, do_cpu_sync=False, **options)
-            if gemm is not None and rank == ranks.here[0]:
+            if gemm is not None and rank == ranks.here[-1]:
                 with record_function("GEMM"):
                     gemm()
             sent.current_stream_wait()
