@@ -333,15 +333,20 @@ def bench_json(**ms: float) -> dict[str, Any]:
 
 def test_targets_are_judged_against_peer_copies() -> None:
     summary = summary_module()
-    found = summary.shares(bench_json(**{"dispatch_16": 1.05, "dispatch_8": 1.2, "combine, zero-copy_16": 1.25}))
-    assert summary.judge(found) == [
+    times = {"dispatch_16": 1.05, "dispatch_8": 1.2, "dispatch, fp8_16": 1.125, "combine, zero-copy_16": 1.25}
+    assert summary.judge(summary.shares(bench_json(**times))) == [
         "dispatch, 16 SMs: 95.2 % of a peer copy, target 92 %: reached",
         "dispatch, 8 SMs: +14.3 % time, target +3 %: MISSED",
+        "dispatch, fp8, 16 SMs: 88.9 % of a peer copy, target 88 %: reached",
         "combine, zero-copy, 16 SMs: 80.0 % of a peer copy, target 92 %: MISSED",
     ]
     without = bench_json(dispatch_16=1.0)
     without["ceilings"]["peer_both_tb_s"] = 0.0
-    assert summary.judge(summary.shares(without)) == ["dispatch: not measured", "combine, zero-copy: not measured"]
+    assert summary.judge(summary.shares(without)) == [
+        "dispatch: not measured",
+        "dispatch, fp8: not measured",
+        "combine, zero-copy: not measured",
+    ]
 
 
 def test_variants_are_put_side_by_side(tmp_path: Path) -> None:
