@@ -77,7 +77,7 @@ _SIMULATED = [case for case in GRID if not case.heavy and case.num_ranks <= 8]
 
 
 @pytest.mark.parametrize("backend", ["sim"], indirect=True)
-@pytest.mark.parametrize("case", _SIMULATED[:: len(_SIMULATED) // 40], ids=str)
+@pytest.mark.parametrize("case", _SIMULATED[:: len(_SIMULATED) // 20], ids=str)
 def test_rows_copied_by_warps_and_pushed_back(backend: Runner, case: Case) -> None:
     """The variants of the kernels that no device's tuning chooses, in both layouts."""
     tuning = replace(SIMULATOR, by_warp=True, pushes=True)
