@@ -21,6 +21,7 @@ pytest.importorskip("tilelang")
 import tile_ep
 from tile_ep import Buffer, reference
 from tile_ep.backends.nvlink import NvlinkBackend
+from tile_ep.handle import EPHandle
 from tile_ep.kernels.dispatch import DispatchSpec
 from tile_ep.kernels.launcher import KernelSpec, cuda_source
 from tile_ep.kernels.tuning import SIMULATOR
@@ -401,6 +402,35 @@ def test_fault_is_found(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(re.search(fault.pattern, source) for source in planted), "the fault does not apply to the kernels"
     assert found is not None, f"not found in {SEEDS} seeds: {fault.why}"
     print(f"{fault.name}: seed {found[0]}: {found[1].splitlines()[0]}")
+
+
+@pytest.mark.parametrize("twice", ["nowhere", "dispatch", "combine"])
+def test_no_chunk_is_fetched_twice(twice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in the results would show it: the same bytes go to the same place again."""
+    taken_twice = Fault("", twice, r"num_blocks \* 4\) \+ \(\(int\)ep_atomic", r"num_blocks * 2) + ((int)ep_atomic", "")
+    _plant(monkeypatch, taken_twice)
+    scenario = Scenario(0)
+    x, idx = scenario.rounds[0][:2]
+
+    def dispatch(rank: int, buffer: Buffer) -> tuple[EPHandle, torch.Tensor]:
+        recv_x, _, _, handle, _ = buffer.dispatch(x[rank], idx[rank])
+        y = buffer.combine_input(handle)
+        y.copy_(recv_x)
+        return handle, y
+
+    with tile_ep.loopback(
+        RANKS, num_max_tokens_per_rank=9, hidden=104, num_topk=TOPK, num_experts=EXPERTS, seed=1
+    ) as ranks:
+        assert ranks.simulation is not None
+        dispatched = ranks.run(dispatch)
+        reports = list(ranks.simulation.reports)
+        ranks.run(lambda rank, buffer: buffer.combine(dispatched[rank][1], dispatched[rank][0]))
+        dispatches, combines = (
+            sum(report.fetched_bytes for report in some) for some in (reports, ranks.simulation.reports[len(reports) :])
+        )
+    tokens, rows = sum(x.nbytes for x in x), sum(y.nbytes for _, y in dispatched)
+    assert dispatches > tokens if twice == "dispatch" else dispatches == tokens
+    assert combines > rows if twice == "combine" else combines == rows
 
 
 @pytest.mark.parametrize("few", [False, True], ids=["many", "few"])

@@ -88,6 +88,7 @@ class SimReport:
         steps: times a thread was resumed.
         operations: operations of the device layer.
         landed: stores that landed.
+        fetched_bytes: by bulk loads, so that what is fetched twice shows.
         simulated_ns: time on the simulated clock.
         wall_s: time it took.
         trace: digest of the order in which threads ran and stores landed.
@@ -100,6 +101,7 @@ class SimReport:
     steps: int
     operations: int
     landed: int
+    fetched_bytes: int
     simulated_ns: int
     wall_s: float
     trace: int
@@ -188,7 +190,10 @@ class _Result(ctypes.Structure):
     _fields_ = [
         ("code", ctypes.c_int32),
         ("num_expired", ctypes.c_uint32),
-        *((name, ctypes.c_uint64) for name in ("steps", "operations", "landed", "simulated_ns", "trace")),
+        *(
+            (name, ctypes.c_uint64)
+            for name in ("steps", "operations", "landed", "fetched_bytes", "simulated_ns", "trace")
+        ),
         ("style", ctypes.c_char * 512),
         ("message", ctypes.c_char * 16384),
         ("stalled", ctypes.c_char * 16384),
@@ -300,6 +305,7 @@ def _report(seed: int, result: _Result, wall_s: float, names: Mapping[int, str])
         steps=result.steps,
         operations=result.operations,
         landed=result.landed,
+        fetched_bytes=result.fetched_bytes,
         simulated_ns=result.simulated_ns,
         wall_s=wall_s,
         trace=result.trace,

@@ -34,7 +34,7 @@ struct SimExpired {
 struct SimResult {
   int32_t code;
   uint32_t num_expired;
-  uint64_t steps, operations, landed, simulated_ns, trace;
+  uint64_t steps, operations, landed, fetched_bytes, simulated_ns, trace;
   char style[512];
   char message[16384];
   char stalled[16384];
@@ -274,7 +274,7 @@ static void clear() {
   for (std::vector<uint32_t> &pool : memory.pools) pool.clear();
   memset(memory.cache, 0, sizeof memory.cache);
   memory.changes = memory.last_acquire = memory.landed = 0, memory.any_watchers = 0;
-  copies.reads.clear(), copies.loads.clear();
+  copies.reads.clear(), copies.loads.clear(), copies.fetched_bytes = 0;
   running.clear();
   scheduler = Scheduler{};
   machine.current = nullptr, machine.live = 0, machine.now_ns = 1000000000;
@@ -374,6 +374,7 @@ extern "C" int32_t tile_ep_sim_run(const SimLaunch *launches, int32_t num_launch
   sigaltstack(&previous_stack, nullptr);
   out->code = machine.code;
   out->steps = machine.steps, out->operations = machine.operations, out->landed = memory.landed;
+  out->fetched_bytes = copies.fetched_bytes;
   out->simulated_ns = machine.now_ns - 1000000000, out->trace = machine.trace;
   snprintf(out->message, sizeof out->message, "%s", machine.message.c_str());
   snprintf(out->stalled, sizeof out->stalled, "%s", scheduler.stalled.c_str());

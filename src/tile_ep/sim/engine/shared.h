@@ -16,6 +16,7 @@ struct BulkLoad {
 struct CopyEngine {
   std::vector<BulkRead> reads;
   std::vector<BulkLoad> loads;
+  uint64_t fetched_bytes = 0;  // by all loads so far
   bool may_read_early = true;
 };
 
@@ -165,6 +166,7 @@ extern "C" void tile_ep_sim_bulk_load(uint32_t shared, uint64_t address, uint32_
     read_global(address, load.data.data(), bytes);
   }
   copies.loads.push_back(std::move(load));
+  copies.fetched_bytes += bytes;
   ++b.loads_in_flight;
 }
 
