@@ -606,6 +606,17 @@ def test_arguments_that_cannot_be(arguments: list[str], said: str) -> None:
     assert said in done.output
 
 
+@needs_simulator
+def test_without_a_gpu_a_few_tokens_are_checked(tmp_path: Path) -> None:
+    done = CliRunner().invoke(
+        app, ["bench", "--repeat", "1", "--json", f"{tmp_path / 'out.json'}"], env={"CUDA_VISIBLE_DEVICES": ""}
+    )
+    assert done.exit_code == 0 and "times say nothing" in done.output
+    said = json.loads((tmp_path / "out.json").read_text())
+    assert said["settings"]["backend"] == "sim" and said["settings"]["shape"]["tokens"] == 4
+    assert {figure["section"] for figure in said["figures"]} == {"base"} and not said["wrong"]
+
+
 def test_a_run_of_processes_that_it_starts() -> None:
     """gloo on CPUs. That backend has no zero-copy combine."""
     settings = Settings("collective", SHAPE, sms=[2], sweeps=[], alone=False, repeat=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -119,10 +118,9 @@ class Exchange:
             return self._buffers[rank].dispatch(quantised[number][rank], workload.topk_idx[number][rank], **options)
 
         def check(rank: int, number: int, result: Any) -> None:
-            received, *rest = result
-            for part in range(2):  # data, scales
-                parts = received[part].view(torch.uint8), *rest
-                self._check_rows(rank, number, parts, functools.partial(_fp8_part, part=part))
+            (data, scales), *rest = result
+            self._check_rows(rank, number, (data.view(torch.uint8), *rest), _fp8_bytes)
+            self._check_rows(rank, number, (scales, *rest), _fp8_scales)
 
         return Operation("dispatch, fp8", (dispatch,), check)
 
@@ -182,6 +180,9 @@ class Exchange:
         self._workload.check_expanded_sums(rank, number, result[0])
 
 
-def _fp8_part(x: torch.Tensor, part: int) -> torch.Tensor:
-    """The bytes of the quantised rows of `x`, or of their scales."""
-    return per_token_cast_to_fp8(x)[part].view(torch.uint8)
+def _fp8_bytes(x: torch.Tensor) -> torch.Tensor:
+    return per_token_cast_to_fp8(x)[0].view(torch.uint8)
+
+
+def _fp8_scales(x: torch.Tensor) -> torch.Tensor:
+    return per_token_cast_to_fp8(x)[1]

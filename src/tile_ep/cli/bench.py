@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -20,6 +20,10 @@ from tile_ep.cli.failing import fail
 from tile_ep.errors import TileEPError
 
 QUICK_REPEAT = 8
+ON_GPUS = {"ranks": 8, "tokens": 4096, "hidden": 7168, "topk": 8, "experts": 256}
+"""What is exchanged unless the call says otherwise: the shape of DeepSeek-V3."""
+ON_CPUS = {"ranks": 2, "tokens": 4, "hidden": 32, "topk": 2, "experts": 32}
+"""The same where there are no times to be had, only results to be checked."""
 _FILE_WIDTH = 200
 
 
@@ -63,7 +67,10 @@ Backend = Annotated[
     ),
 ]
 Sections = Annotated[
-    list[SectionName] | None, typer.Option("--section", help="Measure only these; by default everything. Repeatable.")
+    list[SectionName] | None,
+    typer.Option(
+        "--section", help="Measure only these; by default everything, without a GPU only the base. Repeatable."
+    ),
 ]
 Sweeps = Annotated[
     list[SweepName] | None,
@@ -85,13 +92,19 @@ Trace = Annotated[
 ]
 
 
+def _help(said: str, name: str) -> str:
+    return f"{said} By default {ON_GPUS[name]:,}, without a GPU {ON_CPUS[name]}."
+
+
 def bench(
     backend: Backend = BackendName.auto,
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks; under torchrun its processes are.")] = 8,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a rank.")] = 4096,
-    hidden: Annotated[int, typer.Option(min=1, help="bf16 elements of a row.")] = 7168,
-    topk: Annotated[int, typer.Option(min=1, max=32, help="Selections of a token.")] = 8,
-    experts: Annotated[int, typer.Option(min=1, help="Over all ranks.")] = 256,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help=_help("Ranks; under torchrun its processes are.", "ranks"))
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help=_help("Tokens of a rank.", "tokens"))] = None,
+    hidden: Annotated[int | None, typer.Option(min=1, help=_help("bf16 elements of a row.", "hidden"))] = None,
+    topk: Annotated[int | None, typer.Option(min=1, max=32, help=_help("Selections of a token.", "topk"))] = None,
+    experts: Annotated[int | None, typer.Option(min=1, help=_help("Over all ranks.", "experts"))] = None,
     skew: Annotated[float, typer.Option(min=0, help="Zipf exponent of the experts' popularity.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Of the inputs.")] = 0,
     sms: Sms = None,
@@ -114,11 +127,18 @@ def bench(
     if again is not None:
         _tell(console, aside, again, plots)
         return
-    parts = _sections(section, sweep)
+    name = _backend(backend)
+    on_gpus = name != "sim" and torch.cuda.is_available()
+    if not on_gpus:
+        aside.print("no GPU is used: results are checked, times say nothing", style="yellow")
+    given = {"ranks": ranks, "tokens": tokens, "hidden": hidden, "topk": topk, "experts": experts}
+    sizes: dict[str, Any] = dict(ON_GPUS if on_gpus else ON_CPUS)
+    sizes.update({what: value for what, value in given.items() if value is not None})
+    parts = _sections(section, sweep, set(SectionName) if on_gpus else {SectionName.base})
     settings = Settings(
-        backend=_backend(backend),
-        shape=Shape(ranks, tokens, hidden, topk, experts, skew, seed=seed),
-        sms=sms or [16, 8],
+        backend=name,
+        shape=Shape(**sizes, skew=skew, seed=seed),
+        sms=sms or ([16, 8] if on_gpus else [2]),
         figures=FIGURES if SectionName.base in parts else (),
         sweeps=[name for name in SWEEPS if SectionName(name) in parts],
         peers=_peers(peer),
@@ -167,11 +187,13 @@ def _give_streams_queues() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
-def _sections(section: list[SectionName] | None, sweep: list[SweepName] | None) -> set[SectionName]:
+def _sections(
+    section: list[SectionName] | None, sweep: list[SweepName] | None, everything: set[SectionName]
+) -> set[SectionName]:
     sweeps = {SectionName(one.value) for one in sweep or ()}
     if section:
         return {*section, *sweeps}
-    return {SectionName.base, *sweeps} if sweeps else set(SectionName)
+    return {SectionName.base, *sweeps} if sweeps else everything
 
 
 def _peers(names: list[str] | None) -> tuple[str, ...]:
