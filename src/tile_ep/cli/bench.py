@@ -129,7 +129,7 @@ def bench(
         return
     name = _backend(backend)
     on_gpus = name != "sim" and torch.cuda.is_available()
-    if not on_gpus:
+    if not on_gpus and os.environ.get("RANK", "0") == "0":
         aside.print("no GPU is used: results are checked, times say nothing", style="yellow")
     given = {"ranks": ranks, "tokens": tokens, "hidden": hidden, "topk": topk, "experts": experts}
     sizes: dict[str, Any] = dict(ON_GPUS if on_gpus else ON_CPUS)
