@@ -6,15 +6,18 @@ import importlib.util
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("tilelang")
+tilelang = pytest.importorskip("tilelang")
+
+from tilelang import tvm
 
 from tile_ep.kernels.combine import CombineSpec
 from tile_ep.kernels.dispatch import DispatchSpec
-from tile_ep.kernels.launcher import KernelSpec, cuda_source, pass_configs
+from tile_ep.kernels.launcher import KernelSpec, build, cuda_source, pass_configs
 from tile_ep.kernels.tuning import HOPPER, SIMULATOR, Tuning
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
@@ -123,6 +126,16 @@ def test_variants_cost_nothing_when_unused() -> None:
     signature = re.compile(r'extern "C" __global__ void __launch_bounds__\([^)]*\) \w+\(([^)]*)\)')
     assert "stats" not in signature.search(plain).group(1)  # type: ignore[union-attr]
     assert "stats" in signature.search(stats).group(1)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("spec", [dispatch_spec(cluster=2), combine_spec(cluster=2)], ids=["dispatch", "combine"])
+def test_clusters_are_a_matter_of_the_launch(spec: KernelSpec) -> None:
+    target = tvm.target.Target({"kind": "cuda", "arch": "sm_90a"})
+    with target, tvm.transform.PassContext(config=pass_configs()):
+        artifact = tilelang.lower(build(spec), target=target)
+    ((_, function),) = artifact.device_mod.functions.items()
+    assert [int(extent) for extent in function.attrs["cluster_dims"]] == [2, 1, 1]
+    assert str(artifact.kernel_source) == cuda_source(replace(spec, cluster=1))
 
 
 @pytest.mark.parametrize("tuning", [HOPPER, SIMULATOR], ids=["hopper", "simulator"])

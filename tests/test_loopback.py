@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,10 @@ if shutil.which("g++") is None:
 
 import tile_ep
 from tile_ep import ArgumentError, Buffer, PeerTimeoutError, StaleHandleError, reference
+from tile_ep.kernels.launcher import KernelSpec
+from tile_ep.kernels.tuning import SIMULATOR
 from tile_ep.worlds.loopback import Loopback
+from tile_ep.worlds.simulated import SimulatedWorld
 
 RANKS, TOKENS, HIDDEN, TOPK, EXPERTS = 3, 6, 64, 2, 6
 Exchange = tuple[list[torch.Tensor], list[torch.Tensor], list[reference.DispatchOutput]]
@@ -255,3 +259,28 @@ def test_what_is_queued_behind_a_collective_that_gave_up_does_nothing(monkeypatc
             assert out is not None and bool((out.view(torch.uint8) == 0xA5).all())
             status = ranks[rank]._backend._status_view  # type: ignore[union-attr]
             assert status[1] & 0xFFFFFFFF == 1 and not status[[0, 2]].any()  # the dispatch's entry, not the combine
+
+
+@pytest.mark.parametrize(("num_sms", "beside", "cluster"), [(2, True, 2), (3, True, 1), (2, False, 1)])
+def test_blocks_come_in_clusters_beside_other_work(
+    num_sms: int, beside: bool, cluster: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: set[tuple[str, int]] = set()
+    launch = SimulatedWorld.launch
+
+    def note(world: SimulatedWorld, spec: KernelSpec, num_blocks: int, arguments: Any) -> None:
+        launched.add((type(spec).__name__, spec.cluster))
+        launch(world, spec, num_blocks, arguments)
+
+    monkeypatch.setattr(SimulatedWorld, "launch", note)
+    options: dict[str, Any] = {"num_sms": num_sms, "async_with_compute_stream": beside}
+    x, idx, expected = draw(3)
+
+    def both(rank: int, buffer: Buffer) -> None:
+        recv_x, _, _, handle, _ = buffer.dispatch(x[rank], idx[rank], **options)
+        assert torch.equal(recv_x, expected[rank].recv_x)  # type: ignore[arg-type]
+        buffer.combine(recv_x, handle, **options)
+
+    with open_ranks(tuning=replace(SIMULATOR, cluster=2)) as ranks:
+        ranks.run(both)
+    assert launched == {("DispatchSpec", cluster), ("CombineSpec", cluster)}

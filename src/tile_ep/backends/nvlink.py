@@ -18,6 +18,7 @@ from tile_ep.backends.base import (
     DispatchRequest,
     DispatchResult,
     Payload,
+    StreamOptions,
     column_major,
 )
 from tile_ep.errors import (
@@ -184,7 +185,7 @@ class NvlinkBackend:
         capacity = rank_capacity(self.num_ranks, request.num_max_tokens_per_rank)
         num_blocks = self._num_blocks(request.num_sms)
         exact = request.do_cpu_sync if handle is None else handle.plan.exact
-        spec = self._dispatch_spec(request, data, scales, topk_idx, exact)
+        spec = self._dispatch_spec(request, data, scales, topk_idx, exact, num_blocks)
         larger, smaller = 0, 0  # expanded rows of the first rank, which has most experts, and of the last
         if request.do_expand:
             larger, smaller = (self._expanded_capacity(request, topk_idx, at) for at in (0, self.num_ranks - 1))
@@ -322,6 +323,7 @@ class NvlinkBackend:
         scales: torch.Tensor | None,
         topk_idx: torch.Tensor,
         exact: bool,
+        num_blocks: int,
     ) -> DispatchSpec:
         cached = request.handle is not None
         data_bytes = data.shape[1] * data.element_size()
@@ -348,6 +350,7 @@ class NvlinkBackend:
             num_warps=shape.num_warps,
             chunk_bytes=shape.chunk_bytes,
             depth=shape.depth,
+            cluster=self._cluster(num_blocks, request.streams),
         )
 
     def _received(
@@ -515,6 +518,7 @@ class NvlinkBackend:
             num_warps=shape.num_warps,
             chunk_bytes=shape.chunk_bytes,
             depth=shape.depth,
+            cluster=self._cluster(num_blocks, request.streams),
         )
         bias = (*request.bias, None, None)[:2]
         world.launch(
@@ -652,6 +656,10 @@ class NvlinkBackend:
         if num_sms > most:
             raise ArgumentError("num_sms", num_sms, f"at most {most} for each of the ranks on this device")
         return num_sms or min(self.world.tuning.default_sms, most)
+
+    def _cluster(self, num_blocks: int, streams: StreamOptions) -> int:
+        cluster = self.world.tuning.cluster if streams.async_with_compute_stream else 1
+        return 1 if num_blocks % cluster else cluster
 
     def _check_status(self) -> None:
         """Raise what a kernel's expired wait has left behind."""

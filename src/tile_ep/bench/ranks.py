@@ -97,7 +97,7 @@ class Gate:
     """Holds the device until the host has enqueued everything, then starts all streams at once.
 
     Attributes:
-        cycles: for how long; doubled when the host turns out to need longer.
+        cycles: for how long; doubled when the host turns out to need longer, and then shortened again, little by little.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -117,6 +117,7 @@ class Gate:
     def was_late(self, event: torch.cuda.Event) -> bool:
         """Whether the gate opened before the host was done; then it stays closed for longer next time."""
         if not event.query() or self.cycles >= _LONGEST_GATE:
+            self.cycles = max(_GATE_CYCLES, self.cycles * 15 // 16)
             return False
         self.cycles *= 2
         return True

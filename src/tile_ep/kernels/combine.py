@@ -116,7 +116,7 @@ def build(spec: CombineSpec) -> Any:
         timeout_ns: T.int64,
         num_blocks: T.int32,
     ):
-        with T.Kernel(num_blocks, threads=spec.threads) as block:
+        with T.Kernel(num_blocks, threads=spec.threads, cluster_dims=spec.cluster_dims) as block:
             T.import_source(ep.leaves())
             stage = T.alloc_shared(stage_shape, spec.dtype, scope="shared.dyn")
             bars = T.alloc_shared((W, spec.depth), "uint64", scope="shared")

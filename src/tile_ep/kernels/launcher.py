@@ -81,7 +81,7 @@ class CudaKernel:
         address = self._scratch.data_ptr()
         peers = torch.full((self.spec.num_ranks,), address, dtype=torch.int64).cuda().view(torch.uint64)
         numbers = {name: 0 for name in self._names if name in _NUMBERS}
-        ones = {"num_blocks": 1, "capacity": 1, "alignment": 1}
+        ones = {"num_blocks": self.spec.cluster, "capacity": 1, "alignment": 1}
         self._nothing = {**dict.fromkeys(self._names, address), **numbers, **ones, "peers": peers}
         self.launch_on_scratch()
         torch.cuda.current_stream().synchronize()

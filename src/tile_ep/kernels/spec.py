@@ -20,6 +20,12 @@ class Spec:
     num_warps: int
     chunk_bytes: int = 16  # of a row in shared memory at a time, a multiple of 16
     depth: int = 2  # chunks a warp holds
+    cluster: int = 1  # blocks that are placed next to each other
+
+    @property
+    def cluster_dims(self) -> int | None:
+        """As TileLang takes it."""
+        return self.cluster if self.cluster > 1 else None
 
     @property
     def threads(self) -> int:

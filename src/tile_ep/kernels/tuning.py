@@ -34,6 +34,8 @@ class Tuning:
         pushes: combine pushes rows to the rank that sums them, which otherwise pulls them. The same on all ranks.
         few: most entries of topk_idx that every block of a dispatch counts for itself, which spares the blocks waiting for each
             other; where there are more, each counts its share.
+        cluster: blocks of a cluster where a collective runs beside the caller's work. A matrix product comes in clusters, too,
+            which find no room where single blocks have taken one SM of each pair.
     """
 
     dispatch: BlockShape
@@ -44,6 +46,7 @@ class Tuning:
     by_warp: bool = False
     pushes: bool = False
     few: int = 0
+    cluster: int = 1
 
     def shape(self, most: BlockShape, row_bytes: int) -> BlockShape:
         """The shape within `most` for rows of `row_bytes`: equal chunks of whole 16-byte units, of which a warp moves 32 at a
@@ -59,10 +62,11 @@ class Tuning:
 HOPPER = Tuning(
     dispatch=BlockShape(8, 7168, 2),
     expanded=BlockShape(8, 7168, 2),
-    combine=BlockShape(18, 7168, 3),
-    shared_bytes=224 * 1024 - 24 * 1024,
+    combine=BlockShape(16, 7168, 3),
+    shared_bytes=216 * 1024,
     default_sms=16,
     few=1024,
+    cluster=2,
 )
 SIMULATOR = Tuning(
     dispatch=BlockShape(2, 96, 2),
