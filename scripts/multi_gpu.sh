@@ -86,13 +86,13 @@ else
 fi
 
 step doctor 60 "$python" -m tile_ep.cli doctor --json "$out/doctor.json"
-step selftest 200 "${selftest[@]}" --cases "$cases" --rounds "$rounds" --limit 120 --skip absent
+step selftest 240 "${selftest[@]}" --cases "$cases" --rounds "$rounds" --limit 120 --skip absent
 step dead-rank 60 "${selftest[@]}" --only absent --absent "$absent" --limit 50
 step bench 180 "${bench[@]}" "${shape[@]}" --section base --section alone --section sms --sms 16 --sms 8 \
     --json "$out/bench.json" --plots "$out/plots"
 step overlap 90 "${bench[@]}" "${shape[@]}" --section overlap --peer none --quick --json "$out/overlap.json"
 for kind in "${variants[@]}"; do
-    step "selftest-$kind" 60 "${selftest[@]}" --tuning "$kind" --cases 4 --rounds 100 --limit 50 --only cases --only rounds
+    step "selftest-$kind" 60 "${selftest[@]}" --tuning "$kind" --cases 4 --rounds 100 --limit 50 --only compile --only cases --only rounds
     step "bench-$kind" 60 "${variant[@]}" "$kind" bench "${shape[@]}" --section base --peer none --sms 16 --sms 8 \
         --json "$out/bench-$kind.json"
 done

@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-tilelang = pytest.importorskip("tilelang")
-
-from tilelang import tvm
+pytest.importorskip("tilelang")
 
 from tile_ep.kernels.combine import CombineSpec
 from tile_ep.kernels.dispatch import DispatchSpec
@@ -130,6 +128,9 @@ def test_variants_cost_nothing_when_unused() -> None:
 
 @pytest.mark.parametrize("spec", [dispatch_spec(cluster=2), combine_spec(cluster=2)], ids=["dispatch", "combine"])
 def test_clusters_are_a_matter_of_the_launch(spec: KernelSpec) -> None:
+    import tilelang
+    from tilelang import tvm
+
     target = tvm.target.Target({"kind": "cuda", "arch": "sm_90a"})
     with target, tvm.transform.PassContext(config=pass_configs()):
         artifact = tilelang.lower(build(spec), target=target)

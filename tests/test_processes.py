@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -10,8 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,8 +18,7 @@ import pytest
 import torch
 from workers import Pools
 
-import tile_ep
-from tile_ep import Buffer, cases
+from tile_ep import cases
 from tile_ep import selftest_processes as selftest
 from tile_ep.errors import PeerTimeoutError
 
@@ -186,43 +183,12 @@ def test_two_backends_are_compared(pools: Pools) -> None:
         assert said == "20 tokens x 256 fp8, top-2 of 4" and wrong == "rank layout, combined_x differs"
 
 
-class SimulatedRanks(selftest.Ranks):
-    """Ranks in threads of this process, whose buffers run the kernels in the simulator."""
-
-    def __init__(self, rank: int, meeting: Any, opened: dict[str, Any]) -> None:
-        self.rank, self.num_ranks, self.timeout_s = rank, 2, 60.0
-        self.places = [selftest.Place("nvlink", torch.device("cpu"))]
-        self._meeting, self._opened = meeting, opened
-
-    def gather(self, value: Any) -> list[Any]:
-        return self._meeting.gather(self.rank, value)
-
-    @contextlib.contextmanager
-    def open(
-        self, place: selftest.Place, shape: selftest.Shape, timeout_s: float | None = None, **options: Any
-    ) -> Iterator[Buffer]:
-        if self.rank == 0:
-            self._opened["now"] = tile_ep.loopback(
-                shape.ranks,
-                "sim",
-                num_max_tokens_per_rank=shape.tokens,
-                hidden=shape.hidden,
-                num_topk=shape.topk,
-                num_experts=shape.experts,
-                timeout_s=timeout_s or self.timeout_s,
-                **{"expand_factor": shape.ranks + 1.0, **options},
-            )
-        self.meet()
-        yield self._opened["now"][self.rank]
-        self.meet()
-
-
 SIMULATED: dict[str, Callable[[selftest.Ranks], str]] = {
-    "rounds": lambda ranks: selftest.check_rounds(ranks, False, 6),
-    "rounds, expanded": lambda ranks: selftest.check_rounds(ranks, True, 6),
-    "handles alive": lambda ranks: selftest.check_alive(ranks, True),
+    "rounds, rank layout": lambda ranks: selftest.check_rounds(ranks, False, 12),
+    "rounds, expanded": lambda ranks: selftest.check_rounds(ranks, True, 12),
+    "handles alive, expanded": lambda ranks: selftest.check_alive(ranks, True),
     "gradients": lambda ranks: selftest.check_gradients(ranks, 2),
-    "queued": lambda ranks: selftest.check_queued(ranks, 4),
+    "queued without sync": lambda ranks: selftest.check_queued(ranks, 4),
     "absent from dispatch": lambda ranks: selftest.check_absent(ranks, "dispatch", 1.0),
     "absent from combine": lambda ranks: selftest.check_absent(ranks, "combine", 1.0),
 }
@@ -234,14 +200,36 @@ def test_checks_through_the_kernels(name: str) -> None:
     pytest.importorskip("tilelang")
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
-    from tile_ep.worlds.loopback import Meeting
+    assert selftest.in_threads(2, "sim", SIMULATED[name]) != "None"
 
-    meeting = Meeting(2, 60.0)
-    opened: dict[str, Any] = {}
-    everyone = [SimulatedRanks(rank, meeting, opened) for rank in range(2)]
-    with ThreadPoolExecutor(2) as threads:
-        said = list(threads.map(lambda ranks: selftest.together(ranks, lambda: SIMULATED[name](ranks)), everyone))
-    assert said[0] == said[1] and said[0]
+
+@pytest.mark.parametrize("name", selftest.rehearsals(8))
+def test_rehearsals(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They launch what the check launches."""
+    pytest.importorskip("tilelang")
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    if name == "streams and events":
+        pytest.skip("needs streams")
+    from tile_ep.worlds.simulated import SimulatedWorld
+
+    assert name in selftest.all_checks(selftest.ThreadRanks(0, "sim", [0, 1], {}), selftest._parser().parse_args([]))
+    launched: list[object] = []
+    launch = SimulatedWorld.launch
+
+    def note(world: SimulatedWorld, spec: Any, num_blocks: int, arguments: Any) -> None:
+        launched.append(spec)
+        launch(world, spec, num_blocks, arguments)
+
+    monkeypatch.setattr(SimulatedWorld, "launch", note)
+    monkeypatch.setattr(selftest, "large_shape", lambda ranks, tokens: selftest.Shape(ranks, tokens, 256, 4, 16))
+    selftest.in_threads(2, "sim", selftest.rehearsals(8)[name])
+    rehearsed = set(launched)
+    assert rehearsed
+    if name in SIMULATED:
+        launched.clear()
+        selftest.in_threads(2, "sim", SIMULATED[name])
+        assert set(launched) <= rehearsed
 
 
 # ---------------------------------------------------------------- the script

@@ -21,10 +21,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,9 @@ from tile_ep.errors import PeerTimeoutError
 from tile_ep.event import EventOverlap
 from tile_ep.handle import EPHandle
 from tile_ep.quantize import per_token_cast_to_fp8
+
+if TYPE_CHECKING:
+    from tile_ep.worlds.loopback import Loopback, Meeting
 
 _OVERLAP = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 _LAYOUTS = {"rank layout": False, "expanded": True}
@@ -127,6 +130,72 @@ class Ranks:
         raise Skipped("needs the kernels, hence GPUs")
 
 
+class ThreadRanks(Ranks):
+    """One rank among threads of this process, whose buffers are those of one loopback: on one GPU, or in the simulator.
+
+    Args:
+        meeting, opened: the same for all ranks.
+    """
+
+    def __init__(self, rank: int, device: str, meeting: Meeting, opened: dict[str, Loopback]) -> None:
+        self.rank, self.num_ranks, self.timeout_s = rank, len(meeting), 60.0
+        self.places = [Place("nvlink", torch.device("cpu" if device == "sim" else device))]
+        self._device, self._meeting, self._opened = device, meeting, opened
+
+    def gather(self, value: Any) -> list[Any]:
+        return self._meeting.gather(self.rank, value)
+
+    @contextlib.contextmanager
+    def open(self, place: Place, shape: Shape, timeout_s: float | None = None, **options: Any) -> Iterator[Buffer]:
+        from tile_ep.worlds.loopback import loopback
+
+        name = str(shape)
+        if self.rank == 0:
+            self._opened[name] = loopback(
+                shape.ranks,
+                self._device,
+                num_max_tokens_per_rank=shape.tokens,
+                hidden=shape.hidden,
+                num_topk=shape.topk,
+                num_experts=shape.experts,
+                timeout_s=timeout_s or self.timeout_s,
+                **{"expand_factor": shape.ranks + 1.0, **options},
+            )
+        self.meet()
+        with self._opened[name].lockstep():
+            buffer = self._opened[name][self.rank]
+            yield buffer
+            buffer.barrier()
+            self.meet()
+        if self.rank == 0:
+            self._opened.pop(name).destroy()
+
+
+def in_threads(num_ranks: int, device: str, check: Callable[[Ranks], object]) -> str:
+    """What `check` says where every rank is a thread.
+
+    Args:
+        device: of the ranks' buffers, as `loopback` takes it.
+
+    Raises:
+        AssertionError: it failed on a rank.
+    """
+    from tile_ep.worlds.loopback import Meeting
+
+    meeting = Meeting(num_ranks, 120.0)
+    opened: dict[str, Loopback] = {}
+
+    def on_rank(rank: int) -> str | None:
+        ranks = ThreadRanks(rank, device, meeting, opened)
+        with contextlib.ExitStack() as stack:
+            if device != "sim":
+                stack.enter_context(torch.cuda.stream(torch.cuda.Stream()))
+            return together(ranks, lambda: str(check(ranks)))
+
+    with ThreadPoolExecutor(num_ranks) as threads:
+        return str(next(threads.map(on_rank, range(num_ranks))))
+
+
 def use_tuning(name: str) -> None:
     """Let every buffer that this process builds on a GPU from now on use a variant of the kernels, one of `TUNINGS`."""
     if changes := TUNINGS[name]:
@@ -194,18 +263,56 @@ def _run_case(ranks: Ranks, place: Place, case: Case, inputs: cases.Inputs) -> d
         return got
 
 
-def check_compiled(ranks: Ranks, number: int, tuning: str) -> str:
-    """The same cases with all ranks on one GPU, a share of them on each: it compiles what the other checks will launch."""
+def check_compiled(ranks: Ranks, number: int, tuning: str, checks: Sequence[str], tokens: int) -> str:
+    """The same cases with all ranks on one GPU, and a little of other checks, a share of them on each: it compiles what those
+    will launch, many kernels at a time. Whether the other checks pass, they say themselves.
+
+    Args:
+        number, tokens: as for the checks.
+        checks: that will run.
+    """
     ranks.kernels()
     wanted = [case for expand in _LAYOUTS.values() for case in cases_for(ranks.num_ranks, expand, number)]
-    share = wanted[ranks.rank :: ranks.num_ranks]
+    jobs = [(name, ranks.num_ranks, tokens) for name in rehearsals(tokens) if name in checks]
     context = multiprocessing.get_context("spawn")
     workers = max(1, _COMPILERS // ranks.num_ranks)
     with ProcessPoolExecutor(workers, context, _see_one_device, (torch.cuda.current_device(), tuning)) as pool:
+        rehearsed = [pool.submit(_rehearse, *job) for job in jobs[ranks.rank :: ranks.num_ranks]]
+        share = wanted[ranks.rank :: ranks.num_ranks]
         wrong = [error for error in pool.map(_run_on_one_device, share) if error is not None]
+        vain = sum(ranks.gather(sum(job.exception() is not None for job in rehearsed)))
     if wrong:
         raise AssertionError(f"{len(wrong)} of {len(share)} cases:\n" + "\n".join(wrong[:3]))
-    return f"{len(wanted)} cases with all ranks on one GPU"
+    said = f"{len(wanted)} cases with all ranks on one GPU, a little of {len(jobs)} checks"
+    return f"{said}, {vain} in vain" if vain else said
+
+
+def rehearsals(tokens: int) -> dict[str, Callable[[Ranks], object]]:
+    """What launches the same kernels as a check, by its name. That of graphs launches none of its own.
+
+    Args:
+        tokens: of a rank at V3 shape.
+    """
+    some: dict[str, Callable[[Ranks], object]] = {
+        "two buffers": check_two_buffers,
+        "gradients": lambda ranks: check_gradients(ranks, 1),
+        "queued without sync": lambda ranks: check_queued(ranks, 2),
+        "streams and events": lambda ranks: check_streams(ranks, 6),
+    }
+    for layout, expand in _LAYOUTS.items():
+        some[f"rounds, {layout}"] = functools.partial(check_rounds, do_expand=expand, rounds=10)
+        some[f"handles alive, {layout}"] = functools.partial(check_alive, do_expand=expand)
+    for payload in ("bf16", "fp8"):
+        some[f"V3 shape, {payload}"] = functools.partial(_rehearse_large, tokens=tokens, payload=payload)
+    return some
+
+
+def _rehearse_large(ranks: Ranks, tokens: int, payload: str) -> None:
+    _large(ranks, ranks.places[0], large_shape(ranks.num_ranks, tokens), payload)
+
+
+def _rehearse(name: str, num_ranks: int, tokens: int) -> str:
+    return in_threads(num_ranks, "cuda", rehearsals(tokens)[name])
 
 
 def _see_one_device(index: int, tuning: str) -> None:
@@ -329,6 +436,11 @@ class Exchange:
 def small_shape(num_ranks: int) -> Shape:
     """The same for many checks, so that few kernels have to be compiled."""
     return Shape(num_ranks, 40, 520, 4, 4 * num_ranks + 1)
+
+
+def large_shape(num_ranks: int, tokens: int) -> Shape:
+    """That of DeepSeek-V3."""
+    return Shape(num_ranks, tokens, 7168, 8, 256)
 
 
 def _factor(rank: int) -> float:
@@ -701,9 +813,8 @@ class Report:
 
 def all_checks(ranks: Ranks, options: argparse.Namespace) -> dict[str, Callable[[], str]]:
     """By name, in order."""
-    checks: dict[str, Callable[[], str]] = {
-        "compile": functools.partial(check_compiled, ranks, options.cases, options.tuning),
-    }
+    checks: dict[str, Callable[[], str]] = {}
+    checks["compile"] = lambda: check_compiled(ranks, options.cases, options.tuning, list(chosen), options.tokens)
     for layout, expand in _LAYOUTS.items():
         checks[f"cases, {layout}"] = functools.partial(check_cases, ranks, expand, options.cases)
     for layout, expand in _LAYOUTS.items():
@@ -713,7 +824,7 @@ def all_checks(ranks: Ranks, options: argparse.Namespace) -> dict[str, Callable[
     checks["two buffers"] = functools.partial(check_two_buffers, ranks)
     checks["gradients"] = functools.partial(check_gradients, ranks, 6)
     for payload in ("bf16", "fp8"):
-        shape = Shape(ranks.num_ranks, options.tokens, 7168, 8, 256)
+        shape = large_shape(ranks.num_ranks, options.tokens)
         checks[f"V3 shape, {payload}"] = functools.partial(check_large, ranks, shape, payload)
     checks["queued without sync"] = functools.partial(check_queued, ranks, min(options.rounds, 200))
     checks["streams and events"] = functools.partial(check_streams, ranks, min(options.rounds, 60))
@@ -722,11 +833,12 @@ def all_checks(ranks: Ranks, options: argparse.Namespace) -> dict[str, Callable[
     for phase in ("dispatch", "combine"):
         checks[f"absent rank, {phase}"] = functools.partial(check_absent, ranks, phase, options.absent)
     wanted, unwanted = options.only or [""], options.skip or []
-    return {
+    chosen = {
         name: check
         for name, check in checks.items()
         if any(part in name for part in wanted) and not any(part in name for part in unwanted)
     }
+    return chosen
 
 
 def _places(backend: str | None) -> list[Place]:

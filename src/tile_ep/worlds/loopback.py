@@ -151,14 +151,22 @@ class Loopback(Sequence[Buffer]):
                 stream.synchronize()
                 return result
 
-        self._meeting.lockstep = True
-        futures = [self._pool.submit(on_rank, rank) for rank in range(len(self))]
-        outcomes = [(future.exception(), future) for future in futures]
-        self._meeting.lockstep = False
+        with self.lockstep():
+            futures = [self._pool.submit(on_rank, rank) for rank in range(len(self))]
+            outcomes = [(future.exception(), future) for future in futures]
         for error, _ in outcomes:
             if error is not None:
                 raise error
         return [future.result() for _, future in outcomes]
+
+    @contextlib.contextmanager
+    def lockstep(self) -> Iterator[None]:
+        """For a caller who gives every rank a thread: on a GPU they wait for each other at each launch, as in `run`."""
+        self._meeting.lockstep = True
+        try:
+            yield
+        finally:
+            self._meeting.lockstep = False
 
     def destroy(self) -> None:
         """Destroy all buffers."""
