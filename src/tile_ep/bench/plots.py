@@ -38,6 +38,10 @@ def draw(results: Results, folder: Path) -> list[Path]:
     return drawn
 
 
+def _plainly(value: float, _: int) -> str:
+    return f"{value:,g}"
+
+
 def _save(path: Path, width: float, fill: Callable[[Axes], None]) -> Path:
     from matplotlib.figure import Figure as Canvas
 
@@ -66,7 +70,9 @@ def _draw_sweep(path: Path, section: str, label: str, place: Callable[[Figure], 
             axes.fill_between(x, lower, upper, alpha=0.15)
         if section in ("tokens", "sms", "ranks"):
             axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter(_plainly)
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(_plainly)
         axes.set_xlabel(label)
         axes.set_ylabel("ms, whole call, slowest rank")
         axes.grid(True, alpha=0.3)
@@ -82,16 +88,22 @@ def _draw_overlap(path: Path, hidden: list[Hidden]) -> Path:
         lines: dict[tuple[str, str, bool], list[Hidden]] = {}
         for one in hidden:
             lines.setdefault((one.collective, one.order, one.left_sms > 0), []).append(one)
+        colors = {pair: f"C{number}" for number, pair in enumerate(dict.fromkeys(line[:2] for line in lines))}
         for (collective, order, leaves), some in lines.items():
             label = f"{collective}, {order}" + (", SMs left free" if leaves else "")
             shares = [100 * one.share for one in some]
-            axes.plot([one.num_sms for one in some], shares, "o-" if leaves else "o--", label=label)
+            style = "o-" if leaves else "o:"
+            axes.plot([one.num_sms for one in some], shares, style, color=colors[collective, order], label=label)
         axes.set_xlabel(f"SMs a rank, {hidden[0].ranks} ranks")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sorted({one.num_sms for one in hidden}))
+        axes.set_xticks([], minor=True)
+        axes.xaxis.set_major_formatter(_plainly)
         axes.set_ylabel("% of the collective hidden")
         axes.grid(True, alpha=0.3)
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
-    return _save(path, 7, fill)
+    return _save(path, 10, fill)
 
 
 def _draw_small(path: Path, small: list[SmallBatch]) -> Path:
