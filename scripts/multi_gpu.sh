@@ -21,6 +21,7 @@ n=$1
 out=${2:-multi-gpu-$n}
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-python3}
+"$python" -c 'import torch' || { echo "PYTHON names the interpreter; $python cannot import torch" >&2; exit 2; }
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 
