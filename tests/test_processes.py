@@ -247,7 +247,9 @@ def test_the_script_says_how_it_is_called(arguments: list[str]) -> None:
 
 
 def test_a_script_without_time_fails_and_says_so(tmp_path: Path) -> None:
-    done = run(["bash", str(SCRIPTS / "multi_gpu.sh"), "--dry-run", "2", str(tmp_path)], BUDGET="0", PYTHON=sys.executable)
+    done = run(
+        ["bash", str(SCRIPTS / "multi_gpu.sh"), "--dry-run", "2", str(tmp_path)], BUDGET="0", PYTHON=sys.executable
+    )
     assert done.returncode == 1
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert {step["outcome"] for step in summary["steps"]} == {"not run"}
