@@ -38,7 +38,7 @@ def draw(results: Results, folder: Path) -> list[Path]:
     return drawn
 
 
-def _plainly(value: float, _: int) -> str:
+def _plainly(value: float, _: float) -> str:
     return f"{value:,g}"
 
 
