@@ -234,7 +234,7 @@ class Buffer:
                 `None` exactly when `handle` is given.
             topk_weights: `[T, K]` fp32, fp16 or bf16, travels as fp32. All ranks give it, or none.
             cumulative_local_expert_recv_stats: `[E_local]` int32, to which the selections of each local expert
-                are added.
+                are added, unless the call raises `CapacityError`.
             num_experts: experts over all ranks; by default the buffer's, or the handle's.
             num_max_tokens_per_rank: most tokens of a rank in this call, at most the buffer's.
             expert_alignment: each expert's rows are rounded up to a multiple of this (default 1, at most 65,536; the kernels

@@ -874,6 +874,7 @@ _OVERFLOWS = [
         payload=payload,
         combine_weights=True,
         apply_weights=True,
+        stats=True,
         name=f"overflow-{skew}-{'sync' if sync else 'no_sync'}-A{alignment}",
     )
     for sync in (True, False)

@@ -472,7 +472,10 @@ def report_counts(s, c):
             if s.host_counts:
                 ep.store_release(ep.at(c.host, 1 + i, 8), ep.said(value))
             if s.has_stats:
-                ep.put(ep.at(c.stats, i, 4), ep.get(ep.at(c.stats, i, 4), "int32") + value, "int32")
+                if s.expanded and s.host_counts:
+                    _add_where_all_fit(s, c, i, value)
+                else:
+                    ep.put(ep.at(c.stats, i, 4), ep.get(ep.at(c.stats, i, 4), "int32") + value, "int32")
             i = i + s.threads
         if s.expanded:
             i = c.tid
@@ -487,6 +490,18 @@ def report_counts(s, c):
                 i = i + s.threads
         if c.tid == 0:
             _report_sums(s, c, num_local)
+
+
+@T.macro
+def _add_where_all_fit(s, c, expert, value):
+    """To the statistics, unless the host is about to raise: then nothing has been received."""
+    fit = T.alloc_var("int32")
+    fit = 1
+    for r in T.serial(s.num_ranks):
+        if c.needed[r] < 0:
+            fit = 0
+    if fit == 1:
+        ep.put(ep.at(c.stats, expert, 4), ep.get(ep.at(c.stats, expert, 4), "int32") + value, "int32")
 
 
 @T.macro
