@@ -116,9 +116,11 @@ class Gate:
 
     def was_late(self, event: torch.cuda.Event) -> bool:
         """Whether the gate opened before the host was done; then it stays closed for longer next time."""
-        if not event.query() or self.cycles >= _LONGEST_GATE:
+        if not event.query():
             self.cycles = max(_GATE_CYCLES, self.cycles * 15 // 16)
             return False
+        if self.cycles >= _LONGEST_GATE:
+            return False  # it will not get better
         self.cycles *= 2
         return True
 

@@ -327,3 +327,5 @@ def check(settings: Settings) -> None:
         raise ValueError(f"{shape.experts} experts for {shape.ranks} ranks; every rank needs one")
     if shape.topk > shape.experts:
         raise ValueError(f"top-{shape.topk} of {shape.experts} experts")
+    if settings.backend == "sim" and max(settings.sms) > _SIMULATED_SMS:
+        raise ValueError(f"--sms {max(settings.sms)}: at most {_SIMULATED_SMS} in the simulator")

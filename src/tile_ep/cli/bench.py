@@ -159,7 +159,10 @@ def bench(
     if json_file is not None:
         write_json(json_file, settings, results)
     _show(console, settings, results, plots)
-    if results.wrong or results.failed:
+    nothing = not (results.figures or results.hidden or results.small)
+    if nothing:
+        aside.print("nothing was measured", style="red")
+    if results.wrong or results.failed or nothing:
         raise typer.Exit(1)
 
 
