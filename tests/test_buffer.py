@@ -69,15 +69,20 @@ try:
     tile_ep.Buffer(num_max_tokens_per_rank=4, hidden=8)
 except tile_ep.ArgumentError as error:
     print(error.argument)
+try:
+    tile_ep.loopback(2, num_max_tokens_per_rank=4, hidden=8)
+except tile_ep.BackendUnavailableError as error:
+    print("pip install 'tile-ep[gpu]'" in str(error))
 """
 
 
 def test_import_needs_neither_tilelang_nor_the_cli() -> None:
     done = subprocess.run([sys.executable, "-c", IMPORT_BLOCKED], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    size, argument = done.stdout.split()
+    size, argument, told = done.stdout.split()
     assert int(size) == Buffer.get_buffer_size_hint(8, 128, 64)
     assert argument == "group"
+    assert told == "True"
 
 
 # ---------------------------------------------------------------- payloads and views

@@ -261,10 +261,16 @@ def test_what_is_queued_behind_a_collective_that_gave_up_does_nothing(monkeypatc
             assert status[1] & 0xFFFFFFFF == 1 and not status[[0, 2]].any()  # the dispatch's entry, not the combine
 
 
-@pytest.mark.parametrize(("num_sms", "beside", "cluster"), [(2, True, 2), (3, True, 1), (2, False, 1)])
+@pytest.mark.parametrize(
+    ("num_sms", "beside", "ranks_on_device", "cluster"),
+    # 132 SMs: 3 ranks with 26 blocks each leave 14 pairs at worst, with 28 only 10.
+    [(2, True, 1, 2), (3, True, 1, 1), (2, False, 1, 1), (26, True, 3, 2), (28, True, 3, 1)],
+)
 def test_blocks_come_in_clusters_beside_other_work(
-    num_sms: int, beside: bool, cluster: int, monkeypatch: pytest.MonkeyPatch
+    num_sms: int, beside: bool, ranks_on_device: int, cluster: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(SimulatedWorld, "ranks_on_device", ranks_on_device)
+    monkeypatch.setattr(SimulatedWorld, "max_blocks", 132 // ranks_on_device)
     launched: set[tuple[str, int]] = set()
     launch = SimulatedWorld.launch
 

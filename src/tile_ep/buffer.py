@@ -714,7 +714,7 @@ def _nvlink_obstacle(group: dist.ProcessGroup, device: torch.device) -> str | No
             return "tilelang is not installed (pip install tilelang)"
         importlib.import_module("tile_ep.backends.nvlink")
         world = importlib.import_module("tile_ep.worlds.process_group")
-    except ImportError as error:
+    except (ImportError, BackendUnavailableError) as error:
         return f"the backend cannot be imported ({error})"
     with _current(device):
         reason: str | None = world.unavailable_reason(group)

@@ -12,13 +12,15 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from tile_ep import Buffer, CapacityError, EPHandle, reference
-from tile_ep.kernels.tuning import Tuning
 from tile_ep.layout import ExpertPartition, ceil_div, expanded_starts
+
+if TYPE_CHECKING:
+    from tile_ep.kernels.tuning import Tuning
 
 Payload = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 

@@ -36,7 +36,6 @@ from tile_ep.kernels import combine as combine_kernel
 from tile_ep.kernels import dispatch as dispatch_kernel
 from tile_ep.kernels.combine import CombineSpec
 from tile_ep.kernels.dispatch import DispatchSpec
-from tile_ep.kernels.launcher import require_tilelang
 from tile_ep.layout import (
     MAX_BLOCKS,
     ExpertPartition,
@@ -134,7 +133,6 @@ class NvlinkBackend:
     name = "nvlink"
 
     def __init__(self, world: World, config: BufferConfig) -> None:
-        require_tilelang()
         self.world, self.config = world, config
         self.rank, self.num_ranks, self.device = world.rank, world.num_ranks, world.device
         self._max_experts = max(config.num_experts or _DEFAULT_MAX_EXPERTS, world.num_ranks)
@@ -658,8 +656,14 @@ class NvlinkBackend:
         return num_sms or min(self.world.tuning.default_sms, most)
 
     def _cluster(self, num_blocks: int, streams: StreamOptions) -> int:
-        cluster = self.world.tuning.cluster if streams.async_with_compute_stream else 1
-        return 1 if num_blocks % cluster else cluster
+        """Blocks of a cluster. 1 where other ranks of this device, with blocks that stand alone on one SM of a pair, might
+        leave too few pairs: their collective and this one wait for each other.
+        """
+        world = self.world
+        cluster = world.tuning.cluster if streams.async_with_compute_stream else 1
+        pairs_taken = (world.ranks_on_device - 1) * num_blocks
+        finds_room = cluster * pairs_taken + num_blocks <= world.max_blocks * world.ranks_on_device
+        return cluster if finds_room and num_blocks % cluster == 0 else 1
 
     def _check_status(self) -> None:
         """Raise what a kernel's expired wait has left behind."""

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from tile_ep.errors import BackendUnavailableError
 from tile_ep.kernels.combine import CombineSpec
 from tile_ep.kernels.combine import build as build_combine
 from tile_ep.kernels.dispatch import DispatchSpec
@@ -98,16 +97,17 @@ _NUMBERS = {
     *("rank", "num_tokens", "max_tokens", "slot", "slots_at", "slot_bytes", "scales_at", "idx_at", "weights_at"),
     *("source_at", "rows_at", "timeout_ns", "larger_rows", "smaller_rows", "y_rows"),
 }
-_CUDA_KERNELS: dict[KernelSpec, CudaKernel] = {}
+_CUDA_KERNELS: dict[tuple[int, KernelSpec], CudaKernel] = {}
 
 
 def cuda_kernel(spec: KernelSpec) -> CudaKernel:
     """The compiled kernel of `spec`, for the current device."""
-    kernel = _CUDA_KERNELS.get(spec)
+    key = _current_device(), spec
+    kernel = _CUDA_KERNELS.get(key)
     if kernel is None:
         with _COMPILE_LOCK:
-            kernel = _CUDA_KERNELS.get(spec) or CudaKernel(spec)
-            _CUDA_KERNELS[spec] = kernel
+            kernel = _CUDA_KERNELS.get(key) or CudaKernel(spec)
+            _CUDA_KERNELS[key] = kernel
     return kernel
 
 
@@ -117,8 +117,14 @@ def compiled_kernels() -> list[CudaKernel]:
 
 
 def is_compiled(spec: KernelSpec) -> bool:
-    """Whether launching `spec` compiles nothing."""
-    return spec in _CUDA_KERNELS
+    """Whether launching `spec` on the current device compiles nothing."""
+    return (_current_device(), spec) in _CUDA_KERNELS
+
+
+def _current_device() -> int:
+    import torch
+
+    return torch.cuda.current_device()
 
 
 def _entry_point(kernel: Any) -> Any:
@@ -142,13 +148,3 @@ def _target() -> dict[str, str]:
 
 def _parameter_names(function: Any) -> list[str]:
     return [parameter.name.removesuffix("_handle") for parameter in function.params]
-
-
-def require_tilelang() -> None:
-    """Raise `BackendUnavailableError` where TileLang is missing."""
-    try:
-        import tilelang  # noqa: F401
-    except ImportError as error:
-        raise BackendUnavailableError(
-            f"the nvlink backend and the simulator need TileLang ({error}): pip install 'tile-ep[gpu]'"
-        ) from error

@@ -27,6 +27,8 @@ class World(Protocol):
     tuning: Tuning
     max_blocks: int
     """Most blocks of one collective: all ranks that share a device must be resident together."""
+    ranks_on_device: int
+    """This rank, and those that share its device."""
 
     def allocate(self, num_bytes: int) -> None:
         """Make this rank's region, zeroed, and learn the addresses of all. Collective."""

@@ -43,7 +43,7 @@ class CudaDevice:
     def __init__(self, rank: int, num_ranks: int, device: torch.device, ranks_on_device: int) -> None:
         self.rank, self.num_ranks, self.device = rank, num_ranks, device
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self.max_blocks = num_sms // ranks_on_device
+        self.max_blocks, self.ranks_on_device = num_sms // ranks_on_device, ranks_on_device
         self._stream = torch.cuda.Stream(device, priority=_HIGHEST_PRIORITY)
         self._outstanding: deque[torch.cuda.Event] = deque()
         self._released: list[torch.cuda.Event] = []
@@ -136,9 +136,13 @@ class CudaDevice:
         Raises:
             CaptureError: it would have to be compiled during graph capture.
         """
+        if torch.cuda.current_device() != self._index:
+            with torch.cuda.device(self._index):
+                return self.prepare(spec)
         if not is_compiled(spec) and torch.cuda.is_current_stream_capturing():
             raise CaptureError(
-                "a kernel would be compiled during CUDA graph capture. Run the same calls once before it"
+                "a kernel would be compiled during CUDA graph capture. Run the same calls once before it, "
+                "also with the same num_sms and async_with_compute_stream"
             )
         return cuda_kernel(spec)
 

@@ -15,7 +15,7 @@ from tile_ep.backends.nvlink import NvlinkBackend
 from tile_ep.buffer import Buffer
 from tile_ep.config import make_config
 from tile_ep.errors import ArgumentError, PeerTimeoutError
-from tile_ep.kernels.launcher import KernelSpec, require_tilelang
+from tile_ep.kernels.launcher import KernelSpec
 from tile_ep.kernels.tuning import Tuning
 from tile_ep.worlds.cuda import CudaDevice
 
@@ -230,7 +230,6 @@ def loopback(
         with tile_ep.loopback(2, num_max_tokens_per_rank=4, hidden=64, num_topk=1, num_experts=2) as ranks:
             outputs = ranks.run(exchange)
     """
-    require_tilelang()
     if num_ranks < 1:
         raise ArgumentError("num_ranks", num_ranks, "at least 1")
     config = make_config(

@@ -136,6 +136,7 @@ class SimulatedWorld:
 
     tuning = SIMULATOR
     max_blocks = _MAX_BLOCKS
+    ranks_on_device = 1
 
     def __init__(self, rank: int, simulation: Simulation, meeting: Meeting) -> None:
         self.rank, self._simulation, self._meeting = rank, simulation, meeting
