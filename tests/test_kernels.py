@@ -177,3 +177,11 @@ def test_compiles_with_nvcc(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill stores", done.stderr)]
     assert spills and max(spills) == 0, done.stderr
+
+
+@pytest.mark.skipif(_nvcc() is None, reason="needs nvcc (or pip install 'tilelang[nvcc]')")
+def test_what_measures_the_limits_compiles(tmp_path: Path) -> None:
+    source = Path(__file__).parents[1] / "benchmarks/limits.cu"
+    command = [str(_nvcc()), "-std=c++17", "-arch=sm_90a", "-o", str(tmp_path / "limits"), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0 and not done.stderr, done.stderr
