@@ -11,7 +11,7 @@ from tile_ep.kernels import primitives as ep
 from tile_ep.layout import MAX_TOPK, ExpertPartition
 
 PHASE_ENTRY, PHASE_COUNTS = 1, 2
-_AHEAD = 4
+_AHEAD = 8  # loads of topk_idx that a lane has under way
 
 
 def rank_of(expert: ep.Expr, partition: ExpertPartition) -> ep.Expr:
@@ -161,7 +161,7 @@ def _scan_warps(s, c):
 @T.macro
 def _rows_of_block(s, c):
     """Numbers within a warp's share of the tokens become numbers within the block's; several are under way at a time."""
-    K, batch = s.num_topk, 4
+    K, batch = s.num_topk, 8
     i = T.alloc_var("int32")
     number = T.alloc_var("int32")
     share = T.alloc_var("int32")
@@ -182,7 +182,7 @@ def _rows_of_block(s, c):
                     expanded_row[j] = ep.get(ep.at(c.expanded_rows, entry, 4), "int32")
         for j in T.unroll(batch):
             entry = T.int64(c.begin) * K + i + j * s.threads
-            share = (i + j * s.threads) // K // c.share
+            share = T.truncdiv((i + j * s.threads) // K, c.share)
             if T.And(row[j] >= 0, expert[j] >= 0):
                 ep.put(ep.at(c.rows, entry, 4), -2 - row[j] - c.base[share, rank_of(expert[j], s.partition)], "int32")
                 if s.expanded:
@@ -205,24 +205,25 @@ def _publish(s, c):
 
 @T.macro
 def _scan_tallies(s, c, column, total):
-    """`total[0]`: the tallies of all blocks. Those by which rows are placed become sums over earlier blocks. Eight loads are
-    in flight at a time.
+    """`total[0]`: the tallies of all blocks. Those by which rows are placed become sums over earlier blocks. As many loads as a
+    collective usually has blocks are in flight at a time.
     """
+    batch = 16
     scanned = s.columns if s.expanded else s.num_ranks
     b = T.alloc_var("int32")
-    part = T.alloc_local((8,), "int32")
+    part = T.alloc_local((batch,), "int32")
     total[0] = 0
     b = 0
     while b < c.num_blocks:
-        for j in T.unroll(8):
+        for j in T.unroll(batch):
             part[j] = 0
             if b + j < c.num_blocks:
                 part[j] = ep.get(tally(s, c, b + j, column), "int32")
-        for j in T.unroll(8):
+        for j in T.unroll(batch):
             if T.And(column < scanned, b + j < c.num_blocks):
                 ep.put(tally(s, c, b + j, column), total[0], "int32")
             total[0] = total[0] + part[j]
-        b = b + 8
+        b = b + batch
 
 
 @T.macro

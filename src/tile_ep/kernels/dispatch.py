@@ -143,21 +143,29 @@ def build(spec: DispatchSpec) -> Any:
 
             item = T.alloc_local((1,), "int32")  # what a warp scatters, and what is good for its next piece
             ticket = T.alloc_local((1,), "int32")
+            ahead = SimpleNamespace(  # what says where that piece goes, lane by lane
+                row=T.alloc_local((1,), "int32"),
+                expanded_row=T.alloc_local((1,), "int32"),
+                expert=T.alloc_local((1,), "int32"),
+                weight=T.alloc_local((1,), "float32"),
+            )
 
             tid = T.get_thread_binding()
             block_begin = T.alloc_var("int32")
             block_end = T.alloc_var("int32")
+            block_share = T.alloc_var("int32")  # tokens that a block counts
             share = T.alloc_var("int32")  # tokens that a warp counts
             epoch = T.alloc_var("uint64")
             own = T.alloc_var("uint64")
             alive = T.alloc_var("int32")
             own = peers[rank]
             epoch = ep.get(own + T.uint64(spec.control.epoch), "uint64") + T.uint64(1)
+            block_share = T.max(T.truncdiv(num_tokens + num_blocks - 1, num_blocks), 1)
             block_begin = 0
             block_end = num_tokens
             if spec.few == 0:
-                block_begin = T.cast(T.int64(num_tokens) * block // num_blocks, "int32")
-                block_end = T.cast(T.int64(num_tokens) * (block + 1) // num_blocks, "int32")
+                block_begin = T.min(block * block_share, num_tokens)
+                block_end = T.min(block_begin + block_share, num_tokens)
             share = T.max(T.ceildiv(block_end - block_begin, W), 1)
 
             c = SimpleNamespace(
@@ -169,11 +177,11 @@ def build(spec: DispatchSpec) -> Any:
                 max_tokens=max_tokens, alignment=alignment, larger_rows=larger_rows, smaller_rows=smaller_rows,
                 slot=slot, slots_at=slots_at, slot_bytes=slot_bytes, scales_at=scales_at, idx_at=idx_at,
                 weights_at=weights_at, source_at=source_at, num_blocks=num_blocks, block=block, tid=tid, own=own,
-                epoch=epoch, share=share, stage=stage, bars=bars, base=base, totals=totals, count=count,
-                peer_slot=peer_slot, local_count=local_count, start=start, expert_base=expert_base,
+                epoch=epoch, block_share=block_share, share=share, stage=stage, bars=bars, base=base, totals=totals,
+                count=count, peer_slot=peer_slot, local_count=local_count, start=start, expert_base=expert_base,
                 expert_count=expert_count, expert_start=expert_start, needed=needed, flags=flags, drawn=drawn,
                 number=number, expanded_number=expanded_number, begin=block_begin, end=block_end, item=item,
-                ticket=ticket, warp=tid // 32, lane=tid % 32, words=own + T.uint64(spec.control.words),
+                ticket=ticket, ahead=ahead, warp=tid // 32, lane=tid % 32, words=own + T.uint64(spec.control.words),
                 taken=own + T.uint64(spec.control.taken),
             )  # fmt: skip
             if spec.cached or spec.few > 0:

@@ -18,7 +18,7 @@ template <typename T, int N> EP_DEVICE void ep_copy_units(uint64_t address, uint
 
 // Copies `bytes` with the widest unit that the two addresses have in common: a head up to the first common boundary and
 // a tail after the last one go byte by byte, so that no byte outside the range is touched.
-template <int N> EP_DEVICE void ep_copy_warp_by(uint64_t address, uint64_t source, uint64_t bytes) {
+EP_DEVICE void ep_copy_warp(uint64_t address, uint64_t source, uint64_t bytes) {
   const int lane = threadIdx.x & 31;
   const uint64_t skew = (address ^ source) & 15;
   const uint64_t unit = skew == 0 ? 16 : (skew & (~skew + 1));
@@ -27,17 +27,21 @@ template <int N> EP_DEVICE void ep_copy_warp_by(uint64_t address, uint64_t sourc
   const uint64_t units = (bytes - head) / unit, body = units * unit, tail = bytes - head - body;
   if (lane < head) ep_store<uint8_t>(address + lane, ep_load<uint8_t>(source + lane));
   const uint64_t to = address + head, from = source + head;
-  if (unit == 16) ep_copy_units<uint4, N>(to, from, units, lane);
+  if (unit == 16) ep_copy_units<uint4, 8>(to, from, units, lane);
   else if (unit == 8) ep_copy_units<uint64_t, 4>(to, from, units, lane);
   else if (unit == 4) ep_copy_units<uint32_t, 4>(to, from, units, lane);
   else if (unit == 2) ep_copy_units<uint16_t, 4>(to, from, units, lane);
   else ep_copy_units<uint8_t, 4>(to, from, units, lane);
   if (lane < tail) ep_store<uint8_t>(to + body + lane, ep_load<uint8_t>(from + body + lane));
 }
-EP_DEVICE void ep_copy_warp(uint64_t address, uint64_t source, uint64_t bytes) { ep_copy_warp_by<8>(address, source, bytes); }
-// The same for one warp's long copy, which nothing else hides: more loads in flight, at the price of registers.
-EP_DEVICE void ep_copy_warp_long(uint64_t address, uint64_t source, uint64_t bytes) {
-  ep_copy_warp_by<16>(address, source, bytes);
+// One warp's long copy of 4-byte words between multiples of 16, which nothing else hides: more loads in flight, at the price
+// of registers, and of code only what it needs.
+EP_DEVICE void ep_copy_warp_words(uint64_t address, uint64_t source, uint64_t bytes) {
+  const int lane = threadIdx.x & 31;
+  const uint64_t body = bytes & ~static_cast<uint64_t>(15);
+  ep_copy_units<uint4, 16>(address, source, body / 16, lane);
+  if (lane < (bytes - body) / 4)
+    ep_store<uint32_t>(address + body + 4 * lane, ep_load<uint32_t>(source + body + 4 * lane));
 }
 
 // Zeroes `bytes`, byte by byte up to the first 16-byte boundary and after the last one.

@@ -74,9 +74,9 @@ def copy_warp(address: Expr, source: Expr, num_bytes: Expr) -> Expr:
     return T.call_extern("handle", "ep_copy_warp", address, source, u64(num_bytes))
 
 
-def copy_warp_long(address: Expr, source: Expr, num_bytes: Expr) -> Expr:
-    """`copy_warp` of much at once, while the warp has nothing else to do."""
-    return T.call_extern("handle", "ep_copy_warp_long", address, source, u64(num_bytes))
+def copy_warp_words(address: Expr, source: Expr, num_bytes: Expr) -> Expr:
+    """`copy_warp` of much at once, while the warp has nothing else to do: 4-byte words between multiples of 16."""
+    return T.call_extern("handle", "ep_copy_warp_words", address, source, u64(num_bytes))
 
 
 def zero_warp(address: Expr, num_bytes: Expr) -> Expr:

@@ -40,6 +40,31 @@ def take(s, c, counter, ticket, item):
 
 
 @T.macro
+def _look_up(s, c, token):
+    """Asks, lane by lane, for what says where the selections of a token go. Nothing past the last token."""
+    K = s.num_topk
+    entry = T.alloc_var("int64")
+    entry = T.int64(token) * K + c.lane
+    c.ahead.row[0] = -1
+    c.ahead.expanded_row[0] = -1
+    c.ahead.expert[0] = -1
+    c.ahead.weight[0] = T.float32(0)
+    if T.And(c.lane < K, token < c.num_tokens):
+        if s.few > 0:
+            c.ahead.row[0] = c.number[token * K + c.lane]
+            c.ahead.expert[0] = c.drawn[token * K + c.lane]
+            if s.expanded:
+                c.ahead.expanded_row[0] = c.expanded_number[token * K + c.lane]
+        else:
+            c.ahead.row[0] = ep.get(ep.at(c.rows, entry, 4), "int32")
+            c.ahead.expert[0] = expert_of(s, c, token, c.lane)
+            if s.expanded:
+                c.ahead.expanded_row[0] = ep.get(ep.at(c.expanded_rows, entry, 4), "int32")
+        if s.has_weights:
+            c.ahead.weight[0] = ep.get(ep.at(c.topk_weights, entry, 4), "float32")
+
+
+@T.macro
 def _address_token(s, c, token, part, to):
     """Sets `to[0]` to where chunk `part` of the row goes, in the lanes that send it, and to 0 in the others. With the first
     chunk goes all of the row that is not data, and the plan.
@@ -55,31 +80,14 @@ def _address_token(s, c, token, part, to):
     counted_by = T.alloc_var("int32")
     share = T.alloc_var("int32")
     entry = T.int64(token) * K + c.lane
-    expert = -1
-    rank_row = -1
-    row = -1
-    weight = T.float32(0)
+    rank_row = c.ahead.row[0]
+    expert = T.if_then_else(rank_row != -1, c.ahead.expert[0], -1)  # which the caller may have changed since
+    row = c.ahead.expanded_row[0] if s.expanded else rank_row
+    weight = c.ahead.weight[0]
     if s.few > 0:
-        share = token // c.share
+        share = T.truncdiv(token, c.share)
     else:
-        counted_by = T.cast((T.int64(token + 1) * c.num_blocks - 1) // T.int64(c.num_tokens), "int32")
-    if c.lane < K:
-        if s.few > 0:
-            expert = c.drawn[token * K + c.lane]
-            rank_row = c.number[token * K + c.lane]
-            if s.expanded:
-                row = c.expanded_number[token * K + c.lane]
-        else:
-            rank_row = ep.get(ep.at(c.rows, entry, 4), "int32")
-            row = rank_row
-            if s.expanded:
-                row = ep.get(ep.at(c.expanded_rows, entry, 4), "int32")
-    if s.few == 0:
-        if rank_row != -1:
-            expert = expert_of(s, c, token, c.lane)
-    if s.has_weights:
-        if T.And(c.lane < K, part == 0):
-            weight = ep.get(ep.at(c.topk_weights, entry, 4), "float32")
+        counted_by = T.truncdiv(token, c.block_share)
     dest = T.if_then_else(expert >= 0, rank_of(expert, s.partition), -1)
     same = T.match_any_sync(T.if_then_else(dest >= 0, dest, -1 - c.lane))
     leads = T.And(dest >= 0, ep.lanes_below(same, c.lane) == 0)
@@ -206,9 +214,11 @@ def abandon_scatter(s, c):
 def scatter_warp(s, c):
     """3. Scatter, by the warp: any row size and alignment."""
     to = T.alloc_local((1,), "uint64")
+    _look_up(s, c, c.item[0])
     while c.item[0] < c.num_tokens:
         _address_token(s, c, c.item[0], 0, to)
         take(s, c, c.taken, c.ticket, c.item)
+        _look_up(s, c, c.item[0])
 
 
 @T.macro
@@ -220,6 +230,7 @@ def scatter_bulk(s, c):
     turn = T.alloc_var("int32")  # chunks this warp has had
     to = T.alloc_local((1,), "uint64")
     turn = 0
+    _look_up(s, c, c.item[0] // s.num_chunks)
     while c.item[0] < c.num_tokens * s.num_chunks:
         _address_token(s, c, c.item[0] // s.num_chunks, c.item[0] % s.num_chunks, to)
         ep.barrier_wait(c.bars[c.warp, turn % s.depth], turn // s.depth % 2)
@@ -228,6 +239,7 @@ def scatter_bulk(s, c):
         ep.push_commit()
         turn = turn + 1
         take(s, c, c.taken, c.ticket, c.item)
+        _look_up(s, c, c.item[0] // s.num_chunks)
         if c.item[0] < c.num_tokens * s.num_chunks:
             ep.push_wait_read(s.depth - 1)
             T.sync_warp()
@@ -389,7 +401,7 @@ def _keep_metadata(s, c, kept, there, width):
         received = received + c.count[source, c.rank]
     share = T.ceildiv(received, 4 * s.num_warps * c.num_blocks) * 4  # rows of a warp, in whole 16 bytes
     i = T.min((c.block * s.num_warps + c.warp) * share, received)
-    ep.copy_warp_long(
+    ep.copy_warp_words(
         ep.at(kept, i, width),
         ep.at(there, i, width),
         T.int64(width) * (T.min(i + share, received) - i),
