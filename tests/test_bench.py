@@ -25,7 +25,7 @@ from tile_ep.bench.exchange import Exchange
 from tile_ep.bench.launch import execute
 from tile_ep.bench.machine import Machine, gpu_processes
 from tile_ep.bench.measure import Figure, Operation, measure
-from tile_ep.bench.overlap import Hidden, leaving, next_rows
+from tile_ep.bench.overlap import Gemm, Hidden, leaving, next_rows
 from tile_ep.bench.peers import all_peers
 from tile_ep.bench.peers.plain_torch import PlainTorch
 from tile_ep.bench.plots import draw
@@ -547,6 +547,19 @@ def test_a_gemm_is_sized_to_a_time() -> None:
     assert next_rows(1024, took_ms=1.0, target_ms=1.05) == 1024 + 128 * round(0.05 * 8)
     assert next_rows(1024, took_ms=1.0, target_ms=1e-9) == 128
     assert next_rows(1024, took_ms=1.0, target_ms=1e9) == 1 << 16
+
+
+@pytest.mark.parametrize(("target_ms", "best_ms"), [(3.4, 3.0), (3.6, 4.0), (0.1, 1.0), (1e9, 128.0)])
+def test_a_gemm_in_leaps_gets_the_nearest_one(target_ms: float, best_ms: float) -> None:
+    gemm = Gemm.__new__(Gemm)
+    gemm.rows = 1024
+
+    def time_ms() -> float:
+        assert 128 <= gemm.rows <= 1 << 16
+        return float(-(-gemm.rows // 512))
+
+    gemm.fit(target_ms, time_ms)
+    assert time_ms() == best_ms
 
 
 def test_pictures_of_all_sections(tmp_path: Path) -> None:

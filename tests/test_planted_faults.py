@@ -209,10 +209,10 @@ FAULTS.append(
     Fault(
         "entry counted early",
         "dispatch",
-        r"ahead\[3\] = (\(\(int64_t\))",
-        r"ahead[2] = \1",
+        r"ahead\[7\] = (\(\(int64_t\))",
+        r"ahead[6] = \1",
         "entries are counted in order, however many groups of tokens a warp has",
-        tokens=200,
+        tokens=400,
     )
 )
 LEFT_BEHIND = Fault(

@@ -29,6 +29,7 @@ from tile_ep.bench.workload import Workload
 _WARM_UP = 2
 _INNER, _COLUMNS = 7168, 4096
 _STEP = 128
+_GUESSES = 4
 _MOST_ROWS = 1 << 16
 _HEAD_START_CYCLES = 8_000  # of a collective that is enqueued first: about 4 us, after which its blocks have their SMs
 ORDERS = ("collective first", "GEMM first")
@@ -76,9 +77,18 @@ class Gemm:
         torch.mm(self._left[: self.rows], self._right, out=self._out[: self.rows])
 
     def fit(self, target_ms: float, time_ms: Callable[[], float]) -> None:
-        """Choose the rows that take `target_ms`; `time_ms` says how long the present ones do."""
-        for _ in range(4):
-            self.rows = next_rows(self.rows, time_ms(), target_ms)
+        """Choose the rows whose time is nearest to `target_ms`; `time_ms` says how long the present ones take. That grows in
+        leaps, with the number of tiles that an SM has to do.
+        """
+        took: dict[int, float] = {}
+        for _ in range(_GUESSES):
+            took[self.rows] = time_ms()
+            self.rows = next_rows(self.rows, took[self.rows], target_ms)
+        for rows in (self.rows - _STEP, self.rows, self.rows + _STEP):
+            if _STEP <= rows <= _MOST_ROWS and rows not in took:
+                self.rows = rows
+                took[rows] = time_ms()
+        self.rows = min(took, key=lambda rows: abs(took[rows] - target_ms))
 
 
 @contextlib.contextmanager
