@@ -142,7 +142,7 @@ def test_clusters_are_a_matter_of_the_launch(spec: KernelSpec) -> None:
 @pytest.mark.parametrize("tuning", [HOPPER, SIMULATOR], ids=["hopper", "simulator"])
 @pytest.mark.parametrize("row_bytes", [16, 48, 128, 1000 * 16, 2880 * 2, 7168, 14336, 14336 * 2, 16384 * 4])
 def test_shapes_fit(tuning: Tuning, row_bytes: int) -> None:
-    for most in (tuning.dispatch, tuning.expanded, tuning.combine):
+    for most in (tuning.dispatch, tuning.expanded, tuning.combine, tuning.combine_few):
         shape = tuning.shape(most, row_bytes)
         assert shape.chunk_bytes % 16 == 0 and 0 < shape.chunk_bytes <= max(most.chunk_bytes, 16)
         assert 1 <= shape.num_warps <= most.num_warps and shape.depth == most.depth

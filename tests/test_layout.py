@@ -186,7 +186,7 @@ def control_arrays(control: ControlLayout) -> list[Array]:
     ranks = control.num_ranks
     return [
         ("words", control.words, ranks * control.word_stride),
-        ("done", control.done, 8 * ranks),
+        ("done", control.done, 8 * ranks * MAX_BLOCKS),
         ("ready", control.ready, 8 * ranks),
         ("read_done", control.read_done, 8 * ranks),
         ("tallies", control.tallies, 4 * MAX_BLOCKS * control.columns),

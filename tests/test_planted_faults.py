@@ -25,10 +25,12 @@ from tile_ep.handle import EPHandle
 from tile_ep.kernels.dispatch import DispatchSpec
 from tile_ep.kernels.launcher import KernelSpec, cuda_source
 from tile_ep.kernels.tuning import SIMULATOR
+from tile_ep.layout import MAX_BLOCKS
 from tile_ep.sim import Launch, SimError, SimKernel, compile_source
 from tile_ep.worlds import simulated
 
 SEEDS = 40
+_TO_DONE = rf"\(\(\(peers\[\w+\] \+ \(uint64_t\)\d+\) \+ \(\(\(uint64_t\)\(\(rank \* {MAX_BLOCKS}\)"
 
 
 @dataclass(frozen=True)
@@ -76,11 +78,11 @@ ANNOUNCED_EARLY = [
         "a cached dispatch tells its peers that rows have arrived, too",
     ),
     Fault(
-        "no fence, cached",
+        "done word without release, cached",
         "cached dispatch",
-        r"ep_fence_sys\(\);",
-        "",
-        "a cached dispatch orders the rows of all blocks before the done word, too",
+        rf"ep_store_release_sys(?={_TO_DONE})",
+        "ep_store_relaxed_sys",
+        "a cached dispatch orders the rows of a block before its done word, too",
     ),
 ]
 """A receiver that looks late enough sees nothing wrong."""
@@ -91,11 +93,25 @@ FAULTS = [
         "flag before rows", "dispatch", r"ep_bulk_wait_all\(\);", "", "rows are written before the done word says so"
     ),
     Fault(
-        "no fence",
+        "done word without release",
         "dispatch",
-        r"ep_fence_sys\(\);",
+        rf"ep_store_release_sys(?={_TO_DONE})",
+        "ep_store_relaxed_sys",
+        "what the threads of a block wrote is ordered before its done word, for peers too",
+    ),
+    Fault(
+        "done word ahead of other warps",
+        "dispatch",
+        rf"__syncthreads\(\);(?=[^;]*;\s+while[^;]*;[^;]*\}}\s+ep_store_release_sys{_TO_DONE})",
         "",
-        "what the threads of all blocks wrote is ordered before the done word, for peers too",
+        "a block's done word speaks for all its warps",
+    ),
+    Fault(
+        "one done word for all blocks",
+        "dispatch",
+        r"< peer_blocks\[\w+\]",
+        "< 1",
+        "a rank's rows are there when each of its blocks has said so",
     ),
     Fault(
         "no entry wait",
@@ -150,8 +166,8 @@ FAULTS = [
     Fault(
         "own slot for all",
         "dispatch",
-        r"peer_slot\[(\w+)\] = \(\(int\)got\[0\]\);",
-        r"peer_slot[\1] = slot;",
+        r"(peer_slot\[\w+\] = .*)\(got\[0\] & \(int64_t\)65535\)",
+        r"\1slot",
         "the receiver says which slot may be written",
     ),
     Fault(
@@ -229,7 +245,8 @@ FAULTS += [
     *(
         replace(_BY_NAME[name], name=f"{name}, few tokens", few=True)
         for name in (
-            "no fence",
+            "done word without release",
+            "one done word for all blocks",
             "no entry wait",
             "no wait for the counts of experts",
             "base off by one",

@@ -115,8 +115,8 @@ class ControlLayout:
     """Byte offsets of the control block, at the start of a rank's region.
 
     A *word* is 64 bits, `(epoch << 32) | value`, written by one peer and read by this rank. A row of words holds,
-    from one source rank: the receive slot of that rank (its entry into the collective), its token count for each
-    destination, and its selection count for each expert.
+    from one source rank: the receive slot of that rank and its number of blocks (its entry into the collective), its
+    token count for each destination, and its selection count for each expert.
     """
 
     num_ranks: int
@@ -144,13 +144,13 @@ class ControlLayout:
 
     @cached_property
     def done(self) -> int:
-        """Words: the source has written all its rows of this dispatch."""
+        """Words `[num_ranks, MAX_BLOCKS]`: that block of the source has written all its rows of this dispatch."""
         return align(self.words + self.num_ranks * self.word_stride, ROW_ALIGNMENT)
 
     @cached_property
     def ready(self) -> int:
         """Words: the rank's combine input may be read."""
-        return self.done + 8 * self.num_ranks
+        return self.done + 8 * self.num_ranks * MAX_BLOCKS
 
     @cached_property
     def read_done(self) -> int:

@@ -225,6 +225,7 @@ class NvlinkBackend:
             spec,
             num_blocks,
             {
+                "region": world.base,
                 "topk_idx": topk_idx,
                 "idx_copy": kept_idx,
                 "topk_weights": request.topk_weights,
@@ -326,6 +327,7 @@ class NvlinkBackend:
         cached = request.handle is not None
         data_bytes = data.shape[1] * data.element_size()
         tuning = self.world.tuning
+        few = not cached and topk_idx.numel() <= tuning.few
         shape = tuning.shape(tuning.expanded if request.do_expand else tuning.dispatch, data_bytes)
         return DispatchSpec(
             num_ranks=self.num_ranks,
@@ -343,7 +345,7 @@ class NvlinkBackend:
             zero_gaps=request.do_expand and request.do_zero_padding,
             fill_tail=not exact,
             host_counts=request.do_cpu_sync,
-            few=tuning.few if not cached and topk_idx.numel() <= tuning.few else 0,
+            few=tuning.few if few else 0,
             bulk=not tuning.by_warp and data_bytes % 16 == 0 and data.data_ptr() % 16 == 0,
             num_warps=shape.num_warps,
             chunk_bytes=shape.chunk_bytes,
@@ -496,7 +498,8 @@ class NvlinkBackend:
         if request.topk_weights is not None:
             out_weights = world.empty((num_tokens, num_topk), torch.float32, on_comm)
         row_bytes = x.shape[1] * x.element_size()
-        shape = world.tuning.shape(world.tuning.combine, row_bytes)
+        few = handle.topk_idx.numel() <= world.tuning.few
+        shape = world.tuning.shape(world.tuning.combine_few if few else world.tuning.combine, row_bytes)
         touched = (out, *request.bias, *((x,) if staged else ()))
         spec = CombineSpec(
             num_ranks=self.num_ranks,
@@ -523,6 +526,7 @@ class NvlinkBackend:
             spec,
             num_blocks,
             {
+                "region": world.base,
                 "y": x,
                 "y_weights": request.topk_weights,
                 "bias_0": bias[0],

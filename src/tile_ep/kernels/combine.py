@@ -89,10 +89,8 @@ def build(spec: CombineSpec) -> Any:
 
     @T.prim_func
     def combine(
-        peers: T.Tensor(
-            (spec.num_ranks,), "uint64"
-        ),  # address of every rank's region. All addresses below are int64, since
-        # TileLang launches take no uint64
+        peers: T.Tensor((spec.num_ranks,), "uint64"),  # address of every rank's region
+        region: T.int64,  # that of this rank. All addresses are int64, since TileLang launches take no uint64
         y: T.int64,  # [N, hidden], or [expanded rows, hidden]; read when staged
         y_weights: T.int64,  # [N, K] fp32, or [expanded rows]
         bias_0: T.int64,  # [T, hidden]
@@ -125,6 +123,7 @@ def build(spec: CombineSpec) -> Any:
             slot_rows = T.alloc_shared((W, spec.depth), "int32", scope="shared")  # and how many rows that has
             slot_weight = T.alloc_shared((W, spec.depth), "float32", scope="shared")  # its factor, or addend
             in_place = T.alloc_shared((spec.num_ranks if spec.mixed else 1,), "int32", scope="shared")
+            peer_rows = T.alloc_shared((spec.num_ranks,), "uint64", scope="shared")  # address of the combine input
             flags = T.alloc_shared(
                 (4,), "int32", scope="shared"
             )  # a wait gave up; last to stage; last to leave; an earlier collective gave up
@@ -133,7 +132,7 @@ def build(spec: CombineSpec) -> Any:
             epoch = T.alloc_var("uint64")
             own = T.alloc_var("uint64")
             alive = T.alloc_var("int32")
-            own = peers[rank]
+            own = ep.u64(region)
             epoch = ep.get(own + T.uint64(spec.control.epoch), "uint64") + T.uint64(1)
             c = SimpleNamespace(
                 peers=peers, y=ep.u64(y), y_weights=ep.u64(y_weights), bias_0=ep.u64(bias_0), bias_1=ep.u64(bias_1),
@@ -144,7 +143,7 @@ def build(spec: CombineSpec) -> Any:
                 block=block, tid=tid, warp=tid // 32, lane=tid % 32, own=own, epoch=epoch, num_tokens=num_tokens,
                 y_rows=y_rows, taken=own + T.uint64(spec.control.taken), stage=stage, bars=bars, stage_bars=stage_bars,
                 slot_item=slot_item, slot_rows=slot_rows, slot_weight=slot_weight, in_place=in_place,
-                flags=flags,
+                peer_rows=peer_rows, flags=flags,
             )  # fmt: skip
             if not (spec.staged or spec.has_weights):  # everything is there already: first of all, say so
                 if T.And(block == 0, ep.has_failed(spec, c) == 0):
@@ -189,7 +188,12 @@ def _ready(s: CombineSpec, region: ep.Expr, rank: ep.Expr) -> ep.Expr:
 
 @T.macro
 def _prepare(s, c):
+    i = T.alloc_var("int32")
     ep.clear_flags(s, c)
+    i = c.tid
+    while i < s.num_ranks:
+        c.peer_rows[i] = c.peers[i] + ep.u64(c.rows_at)
+        i = i + s.threads
     if s.bulk:
         if c.tid < s.num_warps * s.depth:
             ep.barrier_init(c.bars[c.tid // s.depth, c.tid % s.depth], 1)
@@ -493,7 +497,7 @@ def _load_mixed(s, c, j, row, source):
 def _row_address(s: CombineSpec, c: SimpleNamespace, row: ep.Expr, source: ep.Expr) -> ep.Expr:
     if s.pushed:
         return ep.at(c.own + ep.u64(c.rows_at), row * s.num_ranks + source // c.capacity, s.row_bytes)
-    return ep.at(c.peers[source // c.capacity] + ep.u64(c.rows_at), source % c.capacity, s.row_bytes)
+    return ep.at(c.peer_rows[source // c.capacity], source % c.capacity, s.row_bytes)
 
 
 @T.macro

@@ -11,7 +11,8 @@ from tile_ep.kernels import primitives as ep
 from tile_ep.layout import MAX_TOPK, ExpertPartition
 
 PHASE_ENTRY, PHASE_COUNTS = 1, 2
-_AHEAD = 8  # loads of topk_idx that a lane has under way
+AHEAD = 8  # loads of topk_idx that a lane has under way
+_SLOT_BITS = 16  # of an entry word's value; the number of blocks is above them
 
 
 def rank_of(expert: ep.Expr, partition: ExpertPartition) -> ep.Expr:
@@ -45,8 +46,40 @@ def tally(s: Any, c: SimpleNamespace, block: ep.Expr, column: ep.Expr) -> ep.Exp
     return ep.at(c.own + T.uint64(s.control.tallies), block * s.control.columns + column, 4)
 
 
+def slot_of(c: SimpleNamespace, region: ep.Expr, slot: ep.Expr) -> ep.Expr:
+    """Address of a receive slot in a rank's region."""
+    return region + ep.u64(c.slots_at) + ep.u64(slot) * ep.u64(c.slot_bytes)
+
+
+def _entry(c: SimpleNamespace) -> ep.Expr:
+    """Value of this rank's word 0: its receive slot, and how many blocks will say that their rows are written."""
+    return c.slot | c.num_blocks << _SLOT_BITS
+
+
 def _word(s: Any, region_words: ep.Expr, source: ep.Expr, column: ep.Expr) -> ep.Expr:
     return ep.at(region_words, source * (1 + s.control.columns) + column, 8)
+
+
+def _tokens_at_a_time(s: Any) -> int:
+    """Of a warp, a lane for each selection."""
+    return MAX_TOPK // s.num_topk
+
+
+def _first_token(c: SimpleNamespace, warps_on: int) -> ep.Expr:
+    """Of the share that this warp counts, or the warp which comes `warps_on` later."""
+    return T.min(c.begin + (c.warp + warps_on) * c.share, c.end)
+
+
+@T.macro
+def begin_count(s, c):
+    """The first entries of topk_idx are asked for, ahead of everything that has to be waited for."""
+    K, group = s.num_topk, _tokens_at_a_time(s)
+    token = T.alloc_var("int32")
+    token = _first_token(c, 0) + c.lane // K
+    for j in T.unroll(AHEAD):
+        c.drawn_ahead[j] = T.int64(-1)
+        if T.And(c.lane < group * K, token + j * group < _first_token(c, 1)):
+            c.drawn_ahead[j] = selection(s, c, token + j * group, c.lane % K)
 
 
 @T.macro
@@ -57,30 +90,24 @@ def count(s, c):
 
     Few tokens: number[t, k] is the r of this warp's share of the tokens, in every block, and base that of earlier warps.
     """
-    R, K = s.num_ranks, s.num_topk
-    group = MAX_TOPK // K  # tokens at a time, a lane for each selection
+    R, K, group = s.num_ranks, s.num_topk, _tokens_at_a_time(s)
     token = T.alloc_var("int32")
     end = T.alloc_var("int32")
     raw = T.alloc_var("int64")
-    ahead = T.alloc_local((_AHEAD,), "int64")  # entries of the next groups, asked for
     expert = T.alloc_var("int32")
     dest = T.alloc_var("int32")
     row = T.alloc_var("int32")
     expanded_row = T.alloc_var("int32")
     tells = c.block == 0 if s.few > 0 else True  # of several blocks that see the same, one
-    token = T.min(c.begin + c.warp * c.share, c.end) + c.lane // K
-    end = T.min(c.begin + (c.warp + 1) * c.share, c.end)
-    for j in T.unroll(_AHEAD):
-        ahead[j] = T.int64(-1)
-        if T.And(c.lane < group * K, token + j * group < end):
-            ahead[j] = selection(s, c, token + j * group, c.lane % K)
+    token = _first_token(c, 0) + c.lane // K
+    end = _first_token(c, 1)
     while token - c.lane // K < end:
-        raw = ahead[0]
-        for j in T.unroll(_AHEAD - 1):
-            ahead[j] = ahead[j + 1]
-        ahead[_AHEAD - 1] = T.int64(-1)
-        if T.And(c.lane < group * K, token + _AHEAD * group < end):
-            ahead[_AHEAD - 1] = selection(s, c, token + _AHEAD * group, c.lane % K)
+        raw = c.drawn_ahead[0]
+        for j in T.unroll(AHEAD - 1):
+            c.drawn_ahead[j] = c.drawn_ahead[j + 1]
+        c.drawn_ahead[AHEAD - 1] = T.int64(-1)
+        if T.And(c.lane < group * K, token + AHEAD * group < end):
+            c.drawn_ahead[AHEAD - 1] = selection(s, c, token + AHEAD * group, c.lane % K)
         expert = ep.index(raw, s.num_experts)
         dest = T.if_then_else(expert >= 0, rank_of(expert, s.partition), -1)
         if T.And(T.And(expert < 0, raw != T.int64(-1)), tells):
@@ -254,7 +281,7 @@ def send_counts(s, c):
         i = c.tid
         while i < R * (1 + R - first):
             column = first + i % (1 + R - first)
-            value = c.slot
+            value = _entry(c)
             if column > 0:
                 value = c.totals[column - 1]
             send = ep.store_relaxed if s.few > 0 else ep.store_release
@@ -282,7 +309,7 @@ def send_entry(s, c):
     if T.And(c.block == 0, ep.has_failed(s, c) == 0):
         i = c.tid
         while i < s.num_ranks:
-            ep.store_release(_word(s, c.peers[i] + T.uint64(s.control.words), c.rank, 0), ep.tagged(c.epoch, c.slot))
+            ep.store_release(_word(s, c.peers[i] + T.uint64(s.control.words), c.rank, 0), ep.tagged(c.epoch, _entry(c)))
             i = i + s.threads
 
 
@@ -310,14 +337,17 @@ def receive_words(s, c):
     i = T.alloc_var("int32")
     source = T.alloc_var("int32")
     column = T.alloc_var("int32")
+    region = T.alloc_var("uint64")
     got = T.alloc_local((1,), "int64")
     i = c.tid
     while i < s.num_ranks * width:
         source = i // width
         column = i % width
+        region = c.peers[source]
         ep.wait_word(s, c, _word(s, c.words, source, column), c.epoch, PHASE_ENTRY, source, got)
         if column == 0:
-            c.peer_slot[source] = T.cast(got[0], "int32")
+            c.peer_slot[source] = slot_of(c, region, got[0] & T.int64((1 << _SLOT_BITS) - 1))
+            c.peer_blocks[source] = T.cast(got[0] >> T.int64(_SLOT_BITS), "int32")
         else:
             c.count[source, column - 1] = T.cast(got[0], "int32")
         i = i + s.threads
@@ -397,8 +427,7 @@ def _place_experts(s, c, rank):
     end = T.alloc_var("int32")
     running = T.alloc_var("int32")  # rows of the experts before `first`
     padded = T.alloc_var("int32")
-    sum_to = T.alloc_var("int32")  # of this lane and those below
-    below = T.alloc_var("int32")
+    sum_to = T.alloc_local((1,), "int32")
     first = first_expert(rank, s.partition)
     end = first_expert(rank + 1, s.partition)
     running = 0
@@ -406,13 +435,10 @@ def _place_experts(s, c, rank):
         padded = 0
         if first + c.lane < end:
             padded = T.ceildiv(c.expert_count[first + c.lane], c.alignment) * c.alignment
-        sum_to = padded
-        for step in T.unroll(5):
-            below = T.shfl_up(sum_to, 1 << step)
-            sum_to = sum_to + T.if_then_else(c.lane >= 1 << step, below, 0)
+        _sum_lanes(c, padded, sum_to)
         if first + c.lane < end:
-            c.expert_start[first + c.lane] = c.expert_start[first + c.lane] + running + sum_to - padded
-        running = running + T.shfl_sync(sum_to, 31)
+            c.expert_start[first + c.lane] = c.expert_start[first + c.lane] + running + sum_to[0] - padded
+        running = running + T.shfl_sync(sum_to[0], 31)
         first = first + 32
     if c.lane == 0:
         c.needed[rank] = running
@@ -489,7 +515,7 @@ def report_counts(s, c):
                     if c.needed[i] < 0:
                         ep.store_release(ep.at(c.overflow, i, 8), ep.said(value))
                 i = i + s.threads
-        if c.tid == 0:
+        if c.warp == 0:
             _report_sums(s, c, num_local)
 
 
@@ -507,22 +533,55 @@ def _add_where_all_fit(s, c, expert, value):
 
 @T.macro
 def _report_sums(s, c, num_local):
-    running = T.alloc_var("int32")
+    """Sums over ranks and over experts, by one warp: a lane for each."""
+    first = T.alloc_var("int32")
+    running = T.alloc_var("int32")  # of those before `first`
+    number = T.alloc_var("int32")
+    padded = T.alloc_var("int32")
     bad = T.alloc_var("int32")
+    sum_to = T.alloc_local((1,), "int32")
     running = 0
-    for source in T.serial(s.num_ranks):
-        running = running + c.count[source, c.rank]
-        ep.put(ep.at(c.counts, source, 4), running, "int32")
+    first = 0
+    while first < s.num_ranks:
+        number = 0
+        if first + c.lane < s.num_ranks:
+            number = c.count[first + c.lane, c.rank]
+        _sum_lanes(c, number, sum_to)
+        if first + c.lane < s.num_ranks:
+            ep.put(ep.at(c.counts, first + c.lane, 4), running + sum_to[0], "int32")
+        running = running + T.shfl_sync(sum_to[0], 31)
+        first = first + 32
     if s.host_counts:
-        ep.store_release(c.host, ep.said(running))
+        if c.lane == 0:
+            ep.store_release(c.host, ep.said(running))
     running = 0
-    for e in T.serial(num_local):
-        if s.expanded:
-            ep.put(ep.at(c.counts, s.num_ranks + e, 4), running + c.local_count[e], "int32")
-        running = running + T.ceildiv(c.local_count[e], c.alignment) * c.alignment
-        if not s.expanded:
-            ep.put(ep.at(c.counts, s.num_ranks + e, 4), running, "int32")
+    first = 0
+    while first < num_local:
+        number = 0
+        if first + c.lane < num_local:
+            number = c.local_count[first + c.lane]
+        padded = T.ceildiv(number, c.alignment) * c.alignment
+        _sum_lanes(c, padded, sum_to)
+        if first + c.lane < num_local:
+            ep.put(
+                ep.at(c.counts, s.num_ranks + first + c.lane, 4),
+                running + sum_to[0] - (padded - number if s.expanded else 0),
+                "int32",
+            )
+        running = running + T.shfl_sync(sum_to[0], 31)
+        first = first + 32
     if s.host_counts:
-        bad = ep.get(c.own + T.uint64(s.control.num_bad), "int32")
-        ep.put(c.own + T.uint64(s.control.num_bad), 0, "int32")
-        ep.store_release(ep.at(c.host, 1 + num_local, 8), ep.said(bad))
+        if c.lane == 0:
+            bad = ep.get(c.own + T.uint64(s.control.num_bad), "int32")
+            ep.put(c.own + T.uint64(s.control.num_bad), 0, "int32")
+            ep.store_release(ep.at(c.host, 1 + num_local, 8), ep.said(bad))
+
+
+@T.macro
+def _sum_lanes(c, value, sum_to):
+    """`sum_to[0]`: the sum of this lane's value and those of the lanes below."""
+    below = T.alloc_var("int32")
+    sum_to[0] = value
+    for step in T.unroll(5):
+        below = T.shfl_up(sum_to[0], 1 << step)
+        sum_to[0] = sum_to[0] + T.if_then_else(c.lane >= 1 << step, below, 0)

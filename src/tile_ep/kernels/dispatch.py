@@ -61,7 +61,7 @@ class DispatchSpec(Spec):
     def shared_bytes(self) -> int:
         """Of tables; what is staged comes on top of it."""
         ranks, experts = self.num_ranks, self.num_experts
-        words = ranks * (self.num_warps + ranks + 4) + experts + self.partition.num_local(0) + 4
+        words = ranks * (self.num_warps + ranks + 5) + experts + self.partition.num_local(0) + 4
         words += experts * (self.num_warps + 2) if self.expanded else 3
         words += self.few * (3 if self.expanded else 2)
         return 4 * words + 8 * self.num_warps * self.depth + 16 * 16  # each table begins at a multiple of 16
@@ -79,8 +79,8 @@ def build(spec: DispatchSpec) -> Any:
 
     @T.prim_func
     def dispatch(
-        peers: T.Tensor((R,), "uint64"),  # address of every rank's region. All addresses below are int64, since
-        # TileLang launches take no uint64
+        peers: T.Tensor((R,), "uint64"),  # address of every rank's region
+        region: T.int64,  # that of this rank. All addresses are int64, since TileLang launches take no uint64
         topk_idx: T.int64,  # [T, K] index_dtype
         idx_copy: T.int64,  # the same, written
         topk_weights: T.int64,  # [T, K] fp32
@@ -122,7 +122,8 @@ def build(spec: DispatchSpec) -> Any:
             base = T.alloc_shared((W, R), "int32", scope="shared")  # [warp, destination]: see stage 1
             totals = T.alloc_shared((R + spec.num_experts,), "int32", scope="shared")
             count = T.alloc_shared((R, R), "int32", scope="shared")  # [source, destination]
-            peer_slot = T.alloc_shared((R,), "int32", scope="shared")
+            peer_slot = T.alloc_shared((R,), "uint64", scope="shared")  # address
+            peer_blocks = T.alloc_shared((R,), "int32", scope="shared")
             local_count = T.alloc_shared((spec.partition.num_local(0),), "int32", scope="shared")
             start = T.alloc_shared((R,), "int32", scope="shared")  # [destination]: see stage 2
             table = spec.num_experts if spec.expanded else 1
@@ -141,6 +142,7 @@ def build(spec: DispatchSpec) -> Any:
                 (4,), "int32", scope="shared"
             )  # a wait gave up; last to count; last to finish; an earlier collective gave up
 
+            drawn_ahead = T.alloc_local((counting.AHEAD,), "int64")  # entries of topk_idx that were asked for
             item = T.alloc_local((1,), "int32")  # what a warp scatters, and what is good for its next piece
             ticket = T.alloc_local((1,), "int32")
             ahead = SimpleNamespace(  # what says where that piece goes, lane by lane
@@ -158,7 +160,7 @@ def build(spec: DispatchSpec) -> Any:
             epoch = T.alloc_var("uint64")
             own = T.alloc_var("uint64")
             alive = T.alloc_var("int32")
-            own = peers[rank]
+            own = ep.u64(region)
             epoch = ep.get(own + T.uint64(spec.control.epoch), "uint64") + T.uint64(1)
             block_share = T.max(T.truncdiv(num_tokens + num_blocks - 1, num_blocks), 1)
             block_begin = 0
@@ -178,12 +180,16 @@ def build(spec: DispatchSpec) -> Any:
                 slot=slot, slots_at=slots_at, slot_bytes=slot_bytes, scales_at=scales_at, idx_at=idx_at,
                 weights_at=weights_at, source_at=source_at, num_blocks=num_blocks, block=block, tid=tid, own=own,
                 epoch=epoch, block_share=block_share, share=share, stage=stage, bars=bars, base=base, totals=totals,
-                count=count, peer_slot=peer_slot, local_count=local_count, start=start, expert_base=expert_base,
+                count=count, peer_slot=peer_slot, peer_blocks=peer_blocks, local_count=local_count, start=start,
+                expert_base=expert_base,
                 expert_count=expert_count, expert_start=expert_start, needed=needed, flags=flags, drawn=drawn,
                 number=number, expanded_number=expanded_number, begin=block_begin, end=block_end, item=item,
-                ticket=ticket, ahead=ahead, warp=tid // 32, lane=tid % 32, words=own + T.uint64(spec.control.words),
+                drawn_ahead=drawn_ahead, ticket=ticket, ahead=ahead, warp=tid // 32, lane=tid % 32,
+                words=own + T.uint64(spec.control.words),
                 taken=own + T.uint64(spec.control.taken),
             )  # fmt: skip
+            if not spec.cached:
+                counting.begin_count(spec, c)
             if spec.cached or spec.few > 0:
                 counting.send_entry(spec, c)
             prepare(spec, c)

@@ -5,19 +5,15 @@ A kernel's own parameters are not passed to macros as they are: TileLang would r
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import tilelang.language as T
 
 from tile_ep.kernels import primitives as ep
-from tile_ep.kernels.counting import expert_of, first_expert, rank_of, tally
+from tile_ep.kernels.counting import expert_of, first_expert, rank_of, slot_of, tally
+from tile_ep.layout import MAX_BLOCKS
 
 PHASE_DONE = 3
-
-
-def _slot(c: SimpleNamespace, region: ep.Expr, slot: ep.Expr) -> ep.Expr:
-    return region + ep.u64(c.slots_at) + ep.u64(slot) * ep.u64(c.slot_bytes)
 
 
 @T.macro
@@ -93,7 +89,7 @@ def _address_token(s, c, token, part, to):
     leads = T.And(dest >= 0, ep.lanes_below(same, c.lane) == 0)
     region = T.uint64(0)
     if dest >= 0:
-        region = _slot(c, c.peers[dest], c.peer_slot[dest])
+        region = c.peer_slot[dest]
     if not s.cached:
         if s.few > 0:
             if expert >= 0:
@@ -276,7 +272,7 @@ def fill_tail(s, c):
     else:
         for source in T.serial(s.num_ranks):
             received = received + c.count[source, c.rank]
-    to = _slot(c, c.own, c.slot)
+    to = slot_of(c, c.own, c.slot)
     bound = T.int64(c.max_tokens) * s.num_ranks * s.num_topk
     entry = T.int64(received) * s.num_topk + c.block * s.threads + c.tid
     while entry < bound:
@@ -295,7 +291,7 @@ def _zero_scales(s, c, begin, end):
     row = T.alloc_var("int32")
     row = begin + c.block * s.num_warps + c.warp
     while row < end:
-        ep.zero_warp(ep.at(_slot(c, c.own, c.slot) + ep.u64(c.scales_at), row, s.scale_bytes), T.int32(s.scale_bytes))
+        ep.zero_warp(ep.at(slot_of(c, c.own, c.slot) + ep.u64(c.scales_at), row, s.scale_bytes), T.int32(s.scale_bytes))
         row = row + c.num_blocks * s.num_warps
 
 
@@ -312,7 +308,7 @@ def fill_expanded(s, c):
     most = T.alloc_var("int32")
     fits = T.alloc_var("bool")
     to = T.alloc_var("uint64")
-    to = _slot(c, c.own, c.slot)
+    to = slot_of(c, c.own, c.slot)
     num_local = first_expert(c.rank + 1, s.partition) - first_expert(c.rank, s.partition)
     most = T.if_then_else(c.rank < s.num_experts % R, c.larger_rows, c.smaller_rows)
     start = 0
@@ -349,42 +345,56 @@ def fill_expanded(s, c):
 
 @T.macro
 def announce_done(s, c):
-    """4a. Announce: rows are written, then fenced, then counted in; the last block tells every peer."""
+    """4a. Announce: the block's rows are written, and it says so to every peer. It waits for no other block."""
     i = T.alloc_var("int32")
-    last = T.alloc_var("int32")
     if s.bulk:
         ep.push_wait_all()
-    ep.fence()
-    ep.arrive_block(c, c.own + T.uint64(s.control.finish_arrivals), 2)
-    last = c.flags[2]
-    if last == 1:
-        i = c.tid
-        while i < s.num_ranks:
-            ep.store_release(ep.at(c.peers[i] + T.uint64(s.control.done), c.rank, 8), ep.tagged(c.epoch, 0))
-            i = i + s.threads
+    T.sync_threads()
+    i = c.tid
+    while i < s.num_ranks:
+        ep.store_release(_done(s, c.peers[i], c.rank, c.block), ep.tagged(c.epoch, 0))
+        i = i + s.threads
+
+
+def _done(s: Any, region: ep.Expr, source: ep.Expr, block: ep.Expr) -> ep.Expr:
+    return ep.at(region + T.uint64(s.control.done), source * MAX_BLOCKS + block, 8)
 
 
 @T.macro
 def finish(s, c):
-    """4b. Finish: once every peer has told this rank that its rows are there, all blocks keep what outlives the slot."""
+    """4b. Finish: once every block of every peer has told this rank that its rows are there, all blocks keep what outlives the
+    slot; of a cached dispatch, which keeps nothing, the last block alone waits.
+    """
     i = T.alloc_var("int32")
     last = T.alloc_var("int32")
+    most = T.alloc_var("int32")  # blocks of a rank
+    source = T.alloc_var("int32")
     arrived = T.alloc_var("int32")
     got = T.alloc_local((1,), "int64")
+    if c.tid == s.threads - 1:  # which has the fewest words to wait for
+        c.flags[2] = ep.arrive_last(c.own + T.uint64(s.control.finish_arrivals), c.num_blocks)
+    if s.cached:
+        T.sync_threads()
     last = c.flags[2]
     waits = last == 1 if s.cached else True
     if waits:
+        most = 0
+        for r in T.serial(s.num_ranks):
+            most = T.max(most, c.peer_blocks[r])
         i = c.tid
-        while i < s.num_ranks:
-            ep.wait_word(s, c, ep.at(c.own + T.uint64(s.control.done), i, 8), c.epoch, PHASE_DONE, i, got)
+        while i < s.num_ranks * most:
+            source = i % s.num_ranks
+            if i // s.num_ranks < c.peer_blocks[source]:
+                ep.wait_word(s, c, _done(s, c.own, source, i // s.num_ranks), c.epoch, PHASE_DONE, source, got)
             i = i + s.threads
         T.sync_threads()
+        last = c.flags[2]
         arrived = T.if_then_else(c.flags[0] == 0, 1, 0)
         if arrived == 1:
             if not s.cached:
-                _keep_metadata(s, c, c.src_metadata, _slot(c, c.own, c.slot) + ep.u64(c.source_at), 8)
+                _keep_metadata(s, c, c.src_metadata, slot_of(c, c.own, c.slot) + ep.u64(c.source_at), 8)
                 if s.expanded:
-                    _keep_metadata(s, c, c.row_metadata, _slot(c, c.own, c.slot) + ep.u64(c.idx_at), 4 * s.num_topk)
+                    _keep_metadata(s, c, c.row_metadata, slot_of(c, c.own, c.slot) + ep.u64(c.idx_at), 4 * s.num_topk)
             if T.And(last == 1, c.tid == 0):
                 ep.put(c.taken, 0, "uint32")
                 ep.put(c.own + T.uint64(s.control.epoch), c.epoch, "uint64")

@@ -34,6 +34,8 @@ class Tuning:
         pushes: combine pushes rows to the rank that sums them, which otherwise pulls them. The same on all ranks.
         few: most entries of topk_idx that every block of a dispatch counts for itself, which spares the blocks waiting for each
             other; where there are more, each counts its share.
+        combine_few: of blocks that pull the rows of so few tokens: all of a chunk's sources are under way at a time, and more
+            warps get a chunk.
         cluster: blocks of a cluster where a collective runs beside the caller's work. A matrix product comes in clusters, too,
             which find no room where single blocks have taken one SM of each pair.
     """
@@ -41,6 +43,7 @@ class Tuning:
     dispatch: BlockShape
     expanded: BlockShape
     combine: BlockShape
+    combine_few: BlockShape
     shared_bytes: int
     default_sms: int
     by_warp: bool = False
@@ -63,6 +66,7 @@ HOPPER = Tuning(
     dispatch=BlockShape(8, 7168, 2),
     expanded=BlockShape(8, 7168, 2),
     combine=BlockShape(16, 7168, 3),
+    combine_few=BlockShape(12, 2048, 8),
     shared_bytes=216 * 1024,
     default_sms=16,
     few=1024,
@@ -72,6 +76,7 @@ SIMULATOR = Tuning(
     dispatch=BlockShape(2, 96, 2),
     expanded=BlockShape(2, 96, 2),
     combine=BlockShape(2, 64, 3),
+    combine_few=BlockShape(2, 32, 4),
     shared_bytes=48 * 1024,
     default_sms=2,
     few=1024,
