@@ -306,7 +306,7 @@ def protocol() -> Any:
         30.0,
         29,
         "4  finish",
-        ["rows written, fence, arrive; the last block", "tells every peer and waits for them"],
+        ["a block has written its rows, tells every", "peer, and waits for all blocks of all peers"],
         blue,
     )
     box(axes, 63, 14.8, 29, 6.4, "#dfe4ea", INK)
@@ -316,7 +316,7 @@ def protocol() -> Any:
     text(axes, 64, 24.4, "receive slot", size=8.5, weight="bold")
     text(axes, 64, 26.6, "row base[s, d] + number of earlier rows", size=8)
     box(axes, 63, 30.0, 29, 6.4, "#dfe4ea", INK)
-    text(axes, 64, 32.0, "control block, done[s]", size=8.5, weight="bold")
+    text(axes, 64, 32.0, "control block, done[s, block]", size=8.5, weight="bold")
     text(axes, 64, 34.2, "epoch", size=8)
     for y, words in (
         (18.0, "epoch | count, also “entered”"),
