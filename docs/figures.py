@@ -306,7 +306,7 @@ def protocol() -> Any:
         30.0,
         29,
         "4  finish",
-        ["a block has written its rows, tells every", "peer, and waits for all blocks of all peers"],
+        ["a block has written its rows, tells every", "peer, and waits for all peers"],
         blue,
     )
     box(axes, 63, 14.8, 29, 6.4, "#dfe4ea", INK)
@@ -316,12 +316,12 @@ def protocol() -> Any:
     text(axes, 64, 24.4, "receive slot", size=8.5, weight="bold")
     text(axes, 64, 26.6, "row base[s, d] + number of earlier rows", size=8)
     box(axes, 63, 30.0, 29, 6.4, "#dfe4ea", INK)
-    text(axes, 64, 32.0, "control block, done[s, block]", size=8.5, weight="bold")
-    text(axes, 64, 34.2, "epoch", size=8)
+    text(axes, 64, 32.0, "control block, done[s]", size=8.5, weight="bold")
+    text(axes, 64, 34.2, "dispatches that s is through with", size=8)
     for y, words in (
         (18.0, "epoch | count, also “entered”"),
         (25.6, "data, scales, metadata"),
-        (33.2, "epoch, released"),
+        (33.2, "each block's part of one, released"),
     ):
         arrow(axes, (31.2, y), (62.8, y), blue)
         text(axes, 47, y - 1.1, words, size=8, ha="center", color=blue)
@@ -353,13 +353,13 @@ def protocol() -> Any:
     text(axes, 64, 55.0, "one row per received row", size=8)
     box(axes, 63, 58.4, 29, 6.4, "#dfe4ea", INK)
     text(axes, 64, 60.4, "control block, read_done[s]", size=8.5, weight="bold")
-    text(axes, 64, 62.6, "epoch", size=8)
+    text(axes, 64, 62.6, "combines that s is through with", size=8)
     arrow(axes, (31.2, 46.4), (62.8, 46.4), brown)
     text(axes, 47, 45.3, "epoch, released", size=8, ha="center", color=brown)
     arrow(axes, (62.8, 54.0), (31.2, 54.0), brown)
     text(axes, 47, 52.9, "rows of this rank's tokens", size=8, ha="center", color=brown)
     arrow(axes, (31.2, 61.6), (62.8, 61.6), brown)
-    text(axes, 47, 60.5, "epoch, released", size=8, ha="center", color=brown)
+    text(axes, 47, 60.5, "each block's part of one, released", size=8, ha="center", color=brown)
     return figure
 
 

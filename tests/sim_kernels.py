@@ -156,7 +156,7 @@ def message() -> Any:
                     ep.store_release(ep.u64(flag), ep.tagged(T.uint64(1), 0))
             if T.And(rank == 1, tid < 32):
                 if T.And(tid == 0, mode != 5):
-                    ep.wait_tag(ep.u64(flag), T.uint64(1), ep.u64(status), PHASE, 0, T.uint64(10**12))
+                    ep.wait_tag(ep.u64(flag), T.uint64(1), ep.u64(status), PHASE, 0, T.uint64(1), T.uint64(10**12))
                 if T.And(tid == 0, mode == 5):
                     while word == T.uint64(0):
                         word = ep.get(ep.u64(flag), "uint64")
@@ -177,7 +177,9 @@ def wait_only() -> Any:
             tid = T.get_thread_binding()
             if tid == 0:
                 ep.store_release(ep.u64(theirs), ep.tagged(T.uint64(3), 42))
-                got = ep.wait_tag(ep.u64(mine), T.uint64(3), ep.u64(status), PHASE, peer, ep.u64(timeout_ns))
+                got = ep.wait_tag(
+                    ep.u64(mine), T.uint64(3), ep.u64(status), PHASE, peer, T.uint64(3), ep.u64(timeout_ns)
+                )
                 ep.put(ep.u64(out), got, "int64")
 
     return kernel
@@ -254,7 +256,9 @@ def grid_arrival() -> Any:
                     ep.store_release(ep.u64(flag), ep.tagged(T.uint64(1), total))
             if rank == 1:
                 if tid == 0:
-                    got = ep.wait_tag(ep.u64(flag), T.uint64(1), ep.u64(status), PHASE, 0, T.uint64(10**12))
+                    got = ep.wait_tag(
+                        ep.u64(flag), T.uint64(1), ep.u64(status), PHASE, 0, T.uint64(1), T.uint64(10**12)
+                    )
                     ep.put(ep.at(ep.u64(out), expected, 4), T.cast(got, "int32"), "int32")
                 T.sync_threads()
                 for b in T.serial(expected // 32):
@@ -317,7 +321,7 @@ def pushes(num_chunks: int = 6) -> Any:
                 ep.store_release(ep.u64(flag), ep.tagged(T.uint64(1), 0))
             if rank == 1:
                 if tid == 0:
-                    ep.wait_tag(ep.u64(flag), T.uint64(1), ep.u64(status), PHASE, 0, T.uint64(10**12))
+                    ep.wait_tag(ep.u64(flag), T.uint64(1), ep.u64(status), PHASE, 0, T.uint64(1), T.uint64(10**12))
                 T.sync_warp()
                 for chunk in T.serial(num_chunks):
                     if tid < 16:

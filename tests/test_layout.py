@@ -186,17 +186,17 @@ def control_arrays(control: ControlLayout) -> list[Array]:
     ranks = control.num_ranks
     return [
         ("words", control.words, ranks * control.word_stride),
-        ("done", control.done, 8 * ranks * MAX_BLOCKS),
+        ("done", control.done, 8 * ranks),
         ("ready", control.ready, 8 * ranks),
         ("read_done", control.read_done, 8 * ranks),
         ("tallies", control.tallies, 4 * MAX_BLOCKS * control.columns),
-        ("epoch", control.epoch, 8),
-        ("combine_epoch", control.combine_epoch, 8),
+        ("taken", control.taken, 8),
+        ("staged", control.staged, 8),
     ]
 
 
 def control_counters(control: ControlLayout) -> list[Array]:
-    names = ("num_bad", "count_arrivals", "finish_arrivals", "taken", "staged")
+    names = ("num_bad", "failed", "count_arrivals")
     return [(name, getattr(control, name), 4) for name in names]
 
 

@@ -289,10 +289,10 @@ def test_a_slot_of_a_captured_dispatch_is_not_handed_out() -> None:
 # ---------------------------------------------------------------- long lives
 
 
-@pytest.mark.parametrize("start", [2**31 - 2, 2**31, 2**32 - 4, 2**32 - 3, 2**32 - 1, 2**33 - 2])
+@pytest.mark.parametrize("start", [2**30 - 1, 2**31 - 2, 2**31, 2**32 - 4, 2**32 - 3, 2**32 - 1, 2**33 - 2])
 @pytest.mark.parametrize("do_expand", [False, True], ids=["rank", "expand"])
 def test_epochs_wrap(start: int, do_expand: bool) -> None:
-    """Words carry the lower half of the epoch. The buffer is as after `start` collectives of every kind."""
+    """Words carry the lower half of the epoch. The buffer is as after `start` dispatches and as many combines."""
     x, idx = draw(10)
     expected = reference.dispatch(
         x, idx, num_experts=EXPERTS, num_max_tokens_per_rank=TOKENS, do_expand=do_expand, expand_factor=8.0
@@ -310,6 +310,7 @@ def test_epochs_wrap(start: int, do_expand: bool) -> None:
         for buffer in ranks:
             backend: Any = buffer._backend
             control, memory = backend._layout.control, backend.world._region
-            memory[control.epoch : control.combine_epoch + 8].view("uint64")[:] = start
-            memory[control.words : control.tallies].view("uint64")[:] = start << 32 & (1 << 64) - 1
+            memory[control.words : control.tallies].view("uint64")[:] = 2 * start << 32 & (1 << 64) - 1
+            for tallies in (control.done, control.read_done):
+                memory[tallies : tallies + 8 * len(ranks)].view("uint64")[:] = start << 32 & (1 << 64) - 1
         ranks.run(rounds)

@@ -25,12 +25,10 @@ from tile_ep.handle import EPHandle
 from tile_ep.kernels.dispatch import DispatchSpec
 from tile_ep.kernels.launcher import KernelSpec, cuda_source
 from tile_ep.kernels.tuning import SIMULATOR
-from tile_ep.layout import MAX_BLOCKS
 from tile_ep.sim import Launch, SimError, SimKernel, compile_source
 from tile_ep.worlds import simulated
 
 SEEDS = 40
-_TO_DONE = rf"\(\(\(peers\[\w+\] \+ \(uint64_t\)\d+\) \+ \(\(\(uint64_t\)\(\(rank \* {MAX_BLOCKS}\)"
 
 
 @dataclass(frozen=True)
@@ -80,8 +78,8 @@ ANNOUNCED_EARLY = [
     Fault(
         "done word without release, cached",
         "cached dispatch",
-        rf"ep_store_release_sys(?={_TO_DONE})",
-        "ep_store_relaxed_sys",
+        r"ep_add_release_sys\((\(\(peers.*), part\)",
+        r"tile_ep_sim_add(\1, part, 0)",
         "a cached dispatch orders the rows of a block before its done word, too",
     ),
 ]
@@ -95,35 +93,49 @@ FAULTS = [
     Fault(
         "done word without release",
         "dispatch",
-        rf"ep_store_release_sys(?={_TO_DONE})",
-        "ep_store_relaxed_sys",
+        r"ep_add_release_sys\((\(\(peers.*), part\)",
+        r"tile_ep_sim_add(\1, part, 0)",
         "what the threads of a block wrote is ordered before its done word, for peers too",
     ),
     Fault(
         "done word ahead of other warps",
         "dispatch",
-        rf"__syncthreads\(\);(?=[^;]*;\s+while[^;]*;[^;]*\}}\s+ep_store_release_sys{_TO_DONE})",
+        r"__syncthreads\(\);(?=\s+part\w* = )",
         "",
-        "a block's done word speaks for all its warps",
+        "a block's part of the done word speaks for all its warps",
     ),
     Fault(
-        "one done word for all blocks",
+        "one block's part is all of the done word",
         "dispatch",
-        r"< peer_blocks\[\w+\]",
-        "< 1",
+        r"\(uint64_t\)4294967297 - ",
+        "(uint64_t)4294967296 + 0 * ",
         "a rank's rows are there when each of its blocks has said so",
+    ),
+    Fault(
+        "one block's part is all of the read-done word",
+        "combine",
+        r"\(uint64_t\)4294967297 - ",
+        "(uint64_t)4294967296 + 0 * ",
+        "a rank's rows are read when each of the reader's blocks has said so",
+    ),
+    Fault(
+        "read-done word ahead of other warps",
+        "combine",
+        r"__syncthreads\(\);(?=\s+\}\s+if \(alive == 1\) \{\s+part\w* = )",
+        "",
+        "a block's part of the read-done word speaks for all its warps",
     ),
     Fault(
         "no entry wait",
         "dispatch",
-        r"got(\w*)\[0\] = ep_wait_tag\((.*), epoch\w*, [^;]*, 1, [^;]*\);",
+        r"got(\w*)\[0\] = ep_wait_tag\((.*), tag\w*, [^;]*, 1, [^;]*\);",
         r"got\1[0] = (int64_t)(ep_load_acquire_sys(\2) & 0xffffffffu);",
         "a peer's slot is written only after the peer has entered",
     ),
     Fault(
         "no wait for the counts of experts",
         "dispatch",
-        r"got(\w*)\[0\] = ep_wait_tag\((.*), epoch\w*, [^;]*, 2, [^;]*\);",
+        r"got(\w*)\[0\] = ep_wait_tag\((.*), tag\w*, [^;]*, 2, [^;]*\);",
         r"got\1[0] = (int64_t)(ep_load_acquire_sys(\2) & 0xffffffffu);",
         "the handle's counts are those of all ranks",
     ),
@@ -131,15 +143,15 @@ FAULTS = [
     Fault(
         "stale epoch, dispatch",
         "dispatch",
-        r"epoch = \(ep_get_u64\(own\) \+ \(uint64_t\)1\);",
-        "epoch = ep_get_u64(own);",
+        r"(epoch = .*) \+ \(uint64_t\)1\);",
+        r"\1);",
         "words of the previous collective do not count",
     ),
     Fault(
         "stale epoch, combine",
         "combine",
-        r"epoch = \(ep_get_u64\(own\) \+ \(uint64_t\)1\);",
-        "epoch = ep_get_u64(own);",
+        r"(epoch = .*) \+ \(uint64_t\)1\);",
+        r"\1);",
         "words of the previous collective do not count",
     ),
     Fault(
@@ -166,7 +178,7 @@ FAULTS = [
     Fault(
         "own slot for all",
         "dispatch",
-        r"(peer_slot\[\w+\] = .*)\(got\[0\] & \(int64_t\)65535\)",
+        r"(peer_slot\[\w+\] = .*)got\[0\]",
         r"\1slot",
         "the receiver says which slot may be written",
     ),
@@ -234,7 +246,7 @@ FAULTS.append(
 LEFT_BEHIND = Fault(
     "fetch left behind",
     "dispatch",
-    r"if \(\(flags\[3\] == 0\) && \(flags\[0\] != 0\)\)",
+    r"if \(\(flags\[2\] == 0\) && \(flags\[0\] != 0\)\)",
     "if (false)",
     "a block that gives up waits for what it has fetched",
 )
@@ -246,7 +258,7 @@ FAULTS += [
         replace(_BY_NAME[name], name=f"{name}, few tokens", few=True)
         for name in (
             "done word without release",
-            "one done word for all blocks",
+            "one block's part is all of the done word",
             "no entry wait",
             "no wait for the counts of experts",
             "base off by one",

@@ -115,21 +115,21 @@ class ControlLayout:
     """Byte offsets of the control block, at the start of a rank's region.
 
     A *word* is 64 bits, `(epoch << 32) | value`, written by one peer and read by this rank. A row of words holds,
-    from one source rank: the receive slot of that rank and its number of blocks (its entry into the collective), its
-    token count for each destination, and its selection count for each expert.
+    from one source rank: the receive slot of that rank (its entry into the collective), its token count for each
+    destination, and its selection count for each expert.
+
+    A *tally word* is 64 bits, too: its upper half counts, and every block of the peer adds a part of one (2^32), so that it
+    goes up once all of them have. Those of this rank itself say how many collectives it has been through.
     """
 
     num_ranks: int
     num_experts: int
 
-    epoch: int = 0  # uint64, collectives completed
-    combine_epoch: int = 8  # uint64, epoch of the last combine
-    num_bad: int = 16  # uint32, entries of topk_idx that were out of range, since the host last asked
-    failed: int = 20  # uint32, not zero once a wait of this rank has given up: until a reset its kernels do nothing
-    count_arrivals: int = 64  # uint32, grid counters, zero between collectives
-    finish_arrivals: int = 128
-    taken: int = 192  # uint32, pieces of work that warps have taken, zero between collectives
-    staged: int = 196  # uint32, the same for the stage before
+    num_bad: int = 0  # uint32, entries of topk_idx that were out of range, since the host last asked
+    failed: int = 4  # uint32, not zero once a wait of this rank has given up: until a reset its kernels do nothing
+    count_arrivals: int = 64  # uint32, a grid counter, zero between collectives
+    taken: int = 128  # uint32 [2], pieces of work that warps have taken: by the parity of the epoch, the other is zero
+    staged: int = 136  # uint32 [2], the same for the stage before
     words: int = 256
 
     @cached_property
@@ -144,17 +144,17 @@ class ControlLayout:
 
     @cached_property
     def done(self) -> int:
-        """Words `[num_ranks, MAX_BLOCKS]`: that block of the source has written all its rows of this dispatch."""
+        """Tally words: dispatches of which the source has written all its rows."""
         return align(self.words + self.num_ranks * self.word_stride, ROW_ALIGNMENT)
 
     @cached_property
     def ready(self) -> int:
         """Words: the rank's combine input may be read."""
-        return self.done + 8 * self.num_ranks * MAX_BLOCKS
+        return self.done + 8 * self.num_ranks
 
     @cached_property
     def read_done(self) -> int:
-        """Words: the rank has read everything it needs of this rank's combine input."""
+        """Tally words: combines of which the rank has read everything it needs of this rank's combine input."""
         return self.ready + 8 * self.num_ranks
 
     @cached_property

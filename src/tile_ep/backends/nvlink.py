@@ -588,16 +588,16 @@ class NvlinkBackend:
         self.world.synchronize()
         self._check_status()
         control = self._layout.control
-        (epoch,) = self.world.words(control.combine_epoch, 1)
         deadline = time.monotonic() + self.config.timeout_s
         while True:
-            tags = [word >> 32 & 0xFFFFFFFF for word in self.world.words(control.read_done, self.num_ranks)]
-            missing = [peer for peer, tag in enumerate(tags) if (tag - epoch) & 0xFFFFFFFF >= _MOST_AHEAD]
+            numbers = [word >> 32 & 0xFFFFFFFF for word in self.world.words(control.read_done, self.num_ranks)]
+            combines = numbers[self.rank]
+            missing = [peer for peer, number in enumerate(numbers) if (number - combines) & 0xFFFFFFFF >= _MOST_AHEAD]
             if not missing:
                 return
             if time.monotonic() > deadline:
                 phase = _PHASES[combine_kernel.PHASE_REUSE]
-                raise PeerTimeoutError(self.rank, phase, missing, epoch, self.config.timeout_s)
+                raise PeerTimeoutError(self.rank, phase, missing, combines, self.config.timeout_s)
             self.world.pause()
 
     def _must_stage(self, x: torch.Tensor, handle: EPHandle) -> bool:

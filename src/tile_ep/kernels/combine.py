@@ -125,23 +125,25 @@ def build(spec: CombineSpec) -> Any:
             in_place = T.alloc_shared((spec.num_ranks if spec.mixed else 1,), "int32", scope="shared")
             peer_rows = T.alloc_shared((spec.num_ranks,), "uint64", scope="shared")  # address of the combine input
             flags = T.alloc_shared(
-                (4,), "int32", scope="shared"
-            )  # a wait gave up; last to stage; last to leave; an earlier collective gave up
+                (3,), "int32", scope="shared"
+            )  # a wait gave up; last to stage; an earlier collective gave up
 
             tid = T.get_thread_binding()
+            combines = T.alloc_var("uint64")  # that this rank has been through
             epoch = T.alloc_var("uint64")
             own = T.alloc_var("uint64")
             alive = T.alloc_var("int32")
             own = ep.u64(region)
-            epoch = ep.get(own + T.uint64(spec.control.epoch), "uint64") + T.uint64(1)
+            combines = ep.number_of(own, spec.control.read_done, rank)
+            epoch = ep.number_of(own, spec.control.done, rank) + combines + T.uint64(1)
             c = SimpleNamespace(
                 peers=peers, y=ep.u64(y), y_weights=ep.u64(y_weights), bias_0=ep.u64(bias_0), bias_1=ep.u64(bias_1),
                 topk_idx=ep.u64(topk_idx), rows=ep.u64(rows), sources=ep.u64(sources), counts=ep.u64(counts),
                 src_metadata=ep.u64(src_metadata), row_metadata=ep.u64(row_metadata), out=ep.u64(out),
                 out_weights=ep.u64(out_weights), status=ep.u64(status), rank=rank, capacity=capacity,
                 rows_at=rows_at, weights_at=weights_at, timeout_ns=ep.u64(timeout_ns), num_blocks=num_blocks,
-                block=block, tid=tid, warp=tid // 32, lane=tid % 32, own=own, epoch=epoch, num_tokens=num_tokens,
-                y_rows=y_rows, taken=own + T.uint64(spec.control.taken), stage=stage, bars=bars, stage_bars=stage_bars,
+                block=block, tid=tid, warp=tid // 32, lane=tid % 32, own=own, combines=combines, epoch=epoch,
+                num_tokens=num_tokens, y_rows=y_rows, stage=stage, bars=bars, stage_bars=stage_bars,
                 slot_item=slot_item, slot_rows=slot_rows, slot_weight=slot_weight, in_place=in_place,
                 peer_rows=peer_rows, flags=flags,
             )  # fmt: skip
@@ -149,7 +151,7 @@ def build(spec: CombineSpec) -> Any:
                 if T.And(block == 0, ep.has_failed(spec, c) == 0):
                     _announce(spec, c)
             _prepare(spec, c)
-            alive = T.if_then_else(flags[3] == 0, 1, 0)
+            alive = T.if_then_else(flags[2] == 0, 1, 0)
             if spec.staged or spec.has_weights:
                 if alive == 1:
                     _wait_reusable(spec, c)
@@ -177,7 +179,7 @@ def build(spec: CombineSpec) -> Any:
             if alive == 1:
                 if spec.has_weights:
                     _return_weights(spec, c)
-                _leave(spec, c)
+                ep.leave_block(spec, c, spec.control.read_done)  # its rows may be overwritten
 
     return combine
 
@@ -205,15 +207,11 @@ def _prepare(s, c):
 @T.macro
 def _wait_reusable(s, c):
     """Every peer has read what the previous combine left in this rank's rows, so they may be overwritten."""
-    previous = T.alloc_var("uint64")
     i = T.alloc_var("int32")
     got = T.alloc_local((1,), "int64")
-    previous = ep.get(c.own + T.uint64(s.control.combine_epoch), "uint64")
     i = c.tid
-    if previous == T.uint64(0):
-        i = s.num_ranks
     while i < s.num_ranks:
-        ep.wait_word(s, c, ep.at(c.own + T.uint64(s.control.read_done), i, 8), previous, PHASE_REUSE, i, got)
+        ep.wait_word(s, c, ep.at(c.own + T.uint64(s.control.read_done), i, 8), c.combines, PHASE_REUSE, i, got)
         i = i + s.threads
     T.sync_threads()
 
@@ -386,7 +384,7 @@ def _stage_sums(s, c):
 def _local_job(s: CombineSpec, c: SimpleNamespace, received: ep.Expr) -> SimpleNamespace:
     return SimpleNamespace(
         num_rows=received,
-        counter=c.own + T.uint64(s.control.staged),
+        counter=ep.counter(c, s.control.staged, c.epoch),
         sources=c.row_metadata,
         load=load_sources,
         wait=None,
@@ -410,7 +408,7 @@ def _sum_over_ranks(s, c):
         c,
         SimpleNamespace(
             num_rows=c.num_tokens,
-            counter=c.taken,
+            counter=ep.counter(c, s.control.taken, c.epoch),
             sources=c.sources,
             load=_load_mixed if s.mixed else load_sources,
             wait=None if s.mixed else _wait_ready,
@@ -433,7 +431,7 @@ def _announce_staged(s, c):
     last = T.alloc_var("int32")
     ep.fence_async_global()
     ep.fence()
-    ep.arrive_block(c, c.own + T.uint64(s.control.count_arrivals), 1)
+    ep.arrive_block(c, c.own + T.uint64(s.control.count_arrivals))
     last = c.flags[1]
     if last == 1:
         _announce(s, c)
@@ -523,22 +521,3 @@ def _return_weights(s, c):
             weight = ep.get(ep.at(c.peers[rank_of(expert, s.partition)] + ep.u64(c.weights_at), place, 4), "float32")
         ep.put(ep.at(c.out_weights, entry, 4), weight, "float32")
         entry = entry + T.int64(c.num_blocks * s.threads)
-
-
-@T.macro
-def _leave(s, c):
-    """4. Leave. All blocks have read; the last one tells every peer that its rows may be overwritten, and waits for nobody."""
-    i = T.alloc_var("int32")
-    last = T.alloc_var("int32")
-    ep.arrive_block(c, c.own + T.uint64(s.control.finish_arrivals), 2)
-    last = c.flags[2]
-    if last == 1:
-        i = c.tid
-        while i < s.num_ranks:
-            ep.store_release(ep.at(c.peers[i] + T.uint64(s.control.read_done), c.rank, 8), ep.tagged(c.epoch, 0))
-            i = i + s.threads
-        if c.tid == 0:
-            ep.put(c.taken, 0, "uint32")
-            ep.put(c.own + T.uint64(s.control.staged), 0, "uint32")
-            ep.put(c.own + T.uint64(s.control.combine_epoch), c.epoch, "uint64")
-            ep.put(c.own + T.uint64(s.control.epoch), c.epoch, "uint64")

@@ -12,7 +12,6 @@ from tile_ep.layout import MAX_TOPK, ExpertPartition
 
 PHASE_ENTRY, PHASE_COUNTS = 1, 2
 AHEAD = 8  # loads of topk_idx that a lane has under way
-_SLOT_BITS = 16  # of an entry word's value; the number of blocks is above them
 
 
 def rank_of(expert: ep.Expr, partition: ExpertPartition) -> ep.Expr:
@@ -49,11 +48,6 @@ def tally(s: Any, c: SimpleNamespace, block: ep.Expr, column: ep.Expr) -> ep.Exp
 def slot_of(c: SimpleNamespace, region: ep.Expr, slot: ep.Expr) -> ep.Expr:
     """Address of a receive slot in a rank's region."""
     return region + ep.u64(c.slots_at) + ep.u64(slot) * ep.u64(c.slot_bytes)
-
-
-def _entry(c: SimpleNamespace) -> ep.Expr:
-    """Value of this rank's word 0: its receive slot, and how many blocks will say that their rows are written."""
-    return c.slot | c.num_blocks << _SLOT_BITS
 
 
 def _word(s: Any, region_words: ep.Expr, source: ep.Expr, column: ep.Expr) -> ep.Expr:
@@ -227,7 +221,7 @@ def _publish(s, c):
     while i < s.columns:
         ep.put(tally(s, c, c.block, i), c.totals[i], "int32")
         i = i + s.threads
-    ep.arrive_block(c, c.own + T.uint64(s.control.count_arrivals), 1)
+    ep.arrive_block(c, c.own + T.uint64(s.control.count_arrivals))
 
 
 @T.macro
@@ -281,7 +275,7 @@ def send_counts(s, c):
         i = c.tid
         while i < R * (1 + R - first):
             column = first + i % (1 + R - first)
-            value = _entry(c)
+            value = c.slot
             if column > 0:
                 value = c.totals[column - 1]
             send = ep.store_relaxed if s.few > 0 else ep.store_release
@@ -309,7 +303,7 @@ def send_entry(s, c):
     if T.And(c.block == 0, ep.has_failed(s, c) == 0):
         i = c.tid
         while i < s.num_ranks:
-            ep.store_release(_word(s, c.peers[i] + T.uint64(s.control.words), c.rank, 0), ep.tagged(c.epoch, _entry(c)))
+            ep.store_release(_word(s, c.peers[i] + T.uint64(s.control.words), c.rank, 0), ep.tagged(c.epoch, c.slot))
             i = i + s.threads
 
 
@@ -346,8 +340,7 @@ def receive_words(s, c):
         region = c.peers[source]
         ep.wait_word(s, c, _word(s, c.words, source, column), c.epoch, PHASE_ENTRY, source, got)
         if column == 0:
-            c.peer_slot[source] = slot_of(c, region, got[0] & T.int64((1 << _SLOT_BITS) - 1))
-            c.peer_blocks[source] = T.cast(got[0] >> T.int64(_SLOT_BITS), "int32")
+            c.peer_slot[source] = slot_of(c, region, got[0])
         else:
             c.count[source, column - 1] = T.cast(got[0], "int32")
         i = i + s.threads

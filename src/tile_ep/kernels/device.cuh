@@ -32,6 +32,9 @@ EP_DEVICE uint64_t ep_load_relaxed_sys(uint64_t address) {
 EP_DEVICE void ep_store_relaxed_sys(uint64_t address, uint64_t value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
+EP_DEVICE void ep_add_release_sys(uint64_t address, uint64_t value) {
+  asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
 EP_DEVICE uint32_t ep_atomic_add_acq_rel_gpu(uint64_t address, uint32_t value) {
   uint32_t old;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(address), "r"(value) : "memory");

@@ -123,7 +123,6 @@ def build(spec: DispatchSpec) -> Any:
             totals = T.alloc_shared((R + spec.num_experts,), "int32", scope="shared")
             count = T.alloc_shared((R, R), "int32", scope="shared")  # [source, destination]
             peer_slot = T.alloc_shared((R,), "uint64", scope="shared")  # address
-            peer_blocks = T.alloc_shared((R,), "int32", scope="shared")
             local_count = T.alloc_shared((spec.partition.num_local(0),), "int32", scope="shared")
             start = T.alloc_shared((R,), "int32", scope="shared")  # [destination]: see stage 2
             table = spec.num_experts if spec.expanded else 1
@@ -139,8 +138,8 @@ def build(spec: DispatchSpec) -> Any:
             )  # `rows` else is on the way: see stage 1
             expanded_number = T.alloc_shared((max(spec.few, 1) if spec.expanded else 1,), "int32", scope="shared")
             flags = T.alloc_shared(
-                (4,), "int32", scope="shared"
-            )  # a wait gave up; last to count; last to finish; an earlier collective gave up
+                (3,), "int32", scope="shared"
+            )  # a wait gave up; last to count; an earlier collective gave up
 
             drawn_ahead = T.alloc_local((counting.AHEAD,), "int64")  # entries of topk_idx that were asked for
             item = T.alloc_local((1,), "int32")  # what a warp scatters, and what is good for its next piece
@@ -157,11 +156,13 @@ def build(spec: DispatchSpec) -> Any:
             block_end = T.alloc_var("int32")
             block_share = T.alloc_var("int32")  # tokens that a block counts
             share = T.alloc_var("int32")  # tokens that a warp counts
+            dispatches = T.alloc_var("uint64")  # that this rank has been through
             epoch = T.alloc_var("uint64")
             own = T.alloc_var("uint64")
             alive = T.alloc_var("int32")
             own = ep.u64(region)
-            epoch = ep.get(own + T.uint64(spec.control.epoch), "uint64") + T.uint64(1)
+            dispatches = ep.number_of(own, spec.control.done, rank)
+            epoch = dispatches + ep.number_of(own, spec.control.read_done, rank) + T.uint64(1)
             block_share = T.max(T.truncdiv(num_tokens + num_blocks - 1, num_blocks), 1)
             block_begin = 0
             block_end = num_tokens
@@ -179,21 +180,20 @@ def build(spec: DispatchSpec) -> Any:
                 max_tokens=max_tokens, alignment=alignment, larger_rows=larger_rows, smaller_rows=smaller_rows,
                 slot=slot, slots_at=slots_at, slot_bytes=slot_bytes, scales_at=scales_at, idx_at=idx_at,
                 weights_at=weights_at, source_at=source_at, num_blocks=num_blocks, block=block, tid=tid, own=own,
-                epoch=epoch, block_share=block_share, share=share, stage=stage, bars=bars, base=base, totals=totals,
-                count=count, peer_slot=peer_slot, peer_blocks=peer_blocks, local_count=local_count, start=start,
+                dispatches=dispatches, epoch=epoch, block_share=block_share, share=share, stage=stage, bars=bars,
+                base=base, totals=totals, count=count, peer_slot=peer_slot, local_count=local_count, start=start,
                 expert_base=expert_base,
                 expert_count=expert_count, expert_start=expert_start, needed=needed, flags=flags, drawn=drawn,
                 number=number, expanded_number=expanded_number, begin=block_begin, end=block_end, item=item,
                 drawn_ahead=drawn_ahead, ticket=ticket, ahead=ahead, warp=tid // 32, lane=tid % 32,
                 words=own + T.uint64(spec.control.words),
-                taken=own + T.uint64(spec.control.taken),
             )  # fmt: skip
             if not spec.cached:
                 counting.begin_count(spec, c)
             if spec.cached or spec.few > 0:
                 counting.send_entry(spec, c)
             prepare(spec, c)
-            alive = T.if_then_else(flags[3] == 0, 1, 0)
+            alive = T.if_then_else(flags[2] == 0, 1, 0)
             if alive == 1:
                 scattering.begin_scatter(spec, c)
                 if not spec.cached:
@@ -201,7 +201,7 @@ def build(spec: DispatchSpec) -> Any:
                     counting.send_counts(spec, c)
                 counting.receive_words(spec, c)
                 alive = T.if_then_else(flags[0] == 0, 1, 0)
-            if T.And(flags[3] == 0, flags[0] != 0):
+            if T.And(flags[2] == 0, flags[0] != 0):
                 scattering.abandon_scatter(spec, c)
             if alive == 1:
                 if not spec.cached:

@@ -70,14 +70,16 @@ EP_DEVICE bool ep_has_come(uint64_t word, uint64_t epoch) {
   return static_cast<uint32_t>(word >> 32) - static_cast<uint32_t>(epoch) < kMostAhead;
 }
 
-// Waits until the upper half of the word has come to `epoch`; returns its lower half, or -1 after `timeout_ns`.
-EP_DEVICE int64_t ep_wait_tag(uint64_t address, uint64_t epoch, uint64_t status, int phase, int peer, uint64_t timeout_ns) {
+// Waits until the upper half of the word has come to `tag`; returns its lower half, or -1 after `timeout_ns`. The host is told
+// the epoch of the collective that waited.
+EP_DEVICE int64_t ep_wait_tag(uint64_t address, uint64_t tag, uint64_t status, int phase, int peer, uint64_t epoch,
+                              uint64_t timeout_ns) {
   uint64_t word = ep_load_acquire_sys(address);
-  if (ep_has_come(word, epoch)) return static_cast<int64_t>(word & 0xffffffffu);
+  if (ep_has_come(word, tag)) return static_cast<int64_t>(word & 0xffffffffu);
   const uint64_t start = ep_now_ns();
   while (true) {
     word = ep_load_acquire_sys(address);
-    if (ep_has_come(word, epoch)) return static_cast<int64_t>(word & 0xffffffffu);
+    if (ep_has_come(word, tag)) return static_cast<int64_t>(word & 0xffffffffu);
     if (ep_now_ns() - start > timeout_ns) {
       ep_record_timeout(status, phase, peer, epoch);
       return -1;

@@ -106,6 +106,11 @@ def store_relaxed(address: Expr, word: Expr) -> Expr:
     return T.call_extern("handle", "ep_store_relaxed_sys", address, word)
 
 
+def add_release(address: Expr, value: Expr) -> Expr:
+    """Add to a 64-bit word, after everything this thread did or saw, for every rank."""
+    return T.call_extern("handle", "ep_add_release_sys", address, value)
+
+
 def peek(address: Expr) -> Expr:
     """A word that says everything itself, as it is now: 64-bit load, in no order with anything else."""
     return T.call_extern("uint64", "ep_load_relaxed_sys", address)
@@ -126,13 +131,13 @@ def said(value: Expr) -> Expr:
     return T.uint64(1 << 63) | u64(value)
 
 
-def wait_tag(address: Expr, epoch: Expr, status: Expr, phase: int, peer: Expr, timeout_ns: Expr) -> Expr:
-    """Wait until the word at `address` carries `epoch`; its value as int64, or -1 after `timeout_ns`.
+def wait_tag(address: Expr, tag: Expr, status: Expr, phase: int, peer: Expr, epoch: Expr, timeout_ns: Expr) -> Expr:
+    """Wait until the upper half of the word at `address` has come to `tag`; the lower half, or -1 after `timeout_ns`.
 
-    The expiry is recorded in `status`, a word per peer. An acquire: what the writer did before its release
-    store may be read afterwards.
+    The expiry is recorded in `status`, a word per peer, with the epoch of the collective. An acquire: what the writer did
+    before its release may be read afterwards.
     """
-    return T.call_extern("int64", "ep_wait_tag", address, epoch, status, phase, peer, timeout_ns)
+    return T.call_extern("int64", "ep_wait_tag", address, tag, status, phase, peer, epoch, timeout_ns)
 
 
 def has_failed(s: Any, c: Any) -> Expr:
@@ -142,20 +147,51 @@ def has_failed(s: Any, c: Any) -> Expr:
 
 @T.macro
 def clear_flags(s: Any, c: Any) -> None:
-    """A block's flags, by its first thread; a block barrier follows. 0: a wait gave up; 1 and 2: the kernel's own; 3: an
-    earlier collective gave up, so this one must do nothing.
+    """A block's flags, by its first thread; a block barrier follows. 0: a wait gave up; 1: the kernel's own; 2: an earlier
+    collective gave up, so this one must do nothing. And the counters that the next collective will take from are zero.
     """
     if c.tid == 0:
         c.flags[0] = 0
         c.flags[1] = 0
-        c.flags[2] = 0
-        c.flags[3] = has_failed(s, c)
+        c.flags[2] = has_failed(s, c)
+        if c.block == 0:
+            put(counter(c, s.control.taken, c.epoch + T.uint64(1)), 0, "uint32")
+            put(counter(c, s.control.staged, c.epoch + T.uint64(1)), 0, "uint32")
+
+
+def counter(c: Any, at_offset: int, epoch: Expr) -> Expr:
+    """Address of the counter of a collective: they alternate, so that each is zeroed while nobody counts with it."""
+    return c.own + T.uint64(at_offset) + (epoch & T.uint64(1)) * T.uint64(4)
+
+
+def number_of(own: Expr, tally_words: int, rank: Expr) -> Expr:
+    """Collectives of a kind that this rank has been through, by its own tally word. The same in all blocks of the next one,
+    whichever of them have left: it goes up with the last of them.
+    """
+    return peek(at(own + T.uint64(tally_words), rank, 8)) >> T.uint64(32)
 
 
 @T.macro
-def wait_word(s: Any, c: Any, address: Any, epoch: Any, phase: int, peer: Any, got: Any) -> None:
+def leave_block(s: Any, c: Any, tally_words: int) -> None:
+    """A block tells every peer, by all of its threads, that it is through with what the tally word counts: all that its threads
+    did is before, for every rank. It waits for no other block: the parts of all of them make one.
+    """
+    i = T.alloc_var("int32")
+    part = T.alloc_var("uint64")
+    T.sync_threads()
+    part = T.uint64(1)
+    if c.block == 0:
+        part = T.uint64((1 << 32) + 1) - u64(c.num_blocks)
+    i = c.tid
+    while i < s.num_ranks:
+        add_release(at(c.peers[i] + T.uint64(tally_words), c.rank, 8), part)
+        i = i + s.threads
+
+
+@T.macro
+def wait_word(s: Any, c: Any, address: Any, tag: Any, phase: int, peer: Any, got: Any) -> None:
     """`wait_tag` into `got[0]`. One that gives up leaves word for its block, and for the collectives that follow."""
-    got[0] = wait_tag(address, epoch, c.status, phase, peer, c.timeout_ns)
+    got[0] = wait_tag(address, tag, c.status, phase, peer, c.epoch, c.timeout_ns)
     if got[0] < T.int64(0):
         c.flags[0] = 1
         put(c.own + T.uint64(s.control.failed), 1, "uint32")
@@ -170,11 +206,11 @@ def arrive_last(counter: Expr, num_blocks: Expr) -> Expr:
 
 
 @T.macro
-def arrive_block(c: Any, counter: Any, flag: int) -> None:
-    """A block's arrival, by all of its threads: `c.flags[flag]` is 1 in the block that completes the grid, for all of them."""
+def arrive_block(c: Any, counter: Any) -> None:
+    """A block's arrival, by all of its threads: `c.flags[1]` is 1 in the block that completes the grid, for all of them."""
     T.sync_threads()
     if c.tid == 0:
-        c.flags[flag] = arrive_last(counter, c.num_blocks)
+        c.flags[1] = arrive_last(counter, c.num_blocks)
     T.sync_threads()
 
 

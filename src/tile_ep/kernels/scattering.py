@@ -11,7 +11,6 @@ import tilelang.language as T
 
 from tile_ep.kernels import primitives as ep
 from tile_ep.kernels.counting import expert_of, first_expert, rank_of, slot_of, tally
-from tile_ep.layout import MAX_BLOCKS
 
 PHASE_DONE = 3
 
@@ -213,7 +212,7 @@ def scatter_warp(s, c):
     _look_up(s, c, c.item[0])
     while c.item[0] < c.num_tokens:
         _address_token(s, c, c.item[0], 0, to)
-        take(s, c, c.taken, c.ticket, c.item)
+        take(s, c, ep.counter(c, s.control.taken, c.epoch), c.ticket, c.item)
         _look_up(s, c, c.item[0])
 
 
@@ -234,7 +233,7 @@ def scatter_bulk(s, c):
             ep.push_streamed(to[0], c.stage[c.warp, turn % s.depth, 0], _chunk_size(s, c.item[0] % s.num_chunks))
         ep.push_commit()
         turn = turn + 1
-        take(s, c, c.taken, c.ticket, c.item)
+        take(s, c, ep.counter(c, s.control.taken, c.epoch), c.ticket, c.item)
         _look_up(s, c, c.item[0] // s.num_chunks)
         if c.item[0] < c.num_tokens * s.num_chunks:
             ep.push_wait_read(s.depth - 1)
@@ -346,58 +345,33 @@ def fill_expanded(s, c):
 @T.macro
 def announce_done(s, c):
     """4a. Announce: the block's rows are written, and it says so to every peer. It waits for no other block."""
-    i = T.alloc_var("int32")
     if s.bulk:
         ep.push_wait_all()
-    T.sync_threads()
-    i = c.tid
-    while i < s.num_ranks:
-        ep.store_release(_done(s, c.peers[i], c.rank, c.block), ep.tagged(c.epoch, 0))
-        i = i + s.threads
-
-
-def _done(s: Any, region: ep.Expr, source: ep.Expr, block: ep.Expr) -> ep.Expr:
-    return ep.at(region + T.uint64(s.control.done), source * MAX_BLOCKS + block, 8)
+    ep.leave_block(s, c, s.control.done)
 
 
 @T.macro
 def finish(s, c):
-    """4b. Finish: once every block of every peer has told this rank that its rows are there, all blocks keep what outlives the
-    slot; of a cached dispatch, which keeps nothing, the last block alone waits.
+    """4b. Finish: once every peer has told this rank that its rows are there, all blocks keep what outlives the slot; of a
+    cached dispatch, which keeps nothing, one block alone waits.
     """
     i = T.alloc_var("int32")
-    last = T.alloc_var("int32")
-    most = T.alloc_var("int32")  # blocks of a rank
-    source = T.alloc_var("int32")
     arrived = T.alloc_var("int32")
     got = T.alloc_local((1,), "int64")
-    if c.tid == s.threads - 1:  # which has the fewest words to wait for
-        c.flags[2] = ep.arrive_last(c.own + T.uint64(s.control.finish_arrivals), c.num_blocks)
-    if s.cached:
-        T.sync_threads()
-    last = c.flags[2]
-    waits = last == 1 if s.cached else True
+    waits = c.block == 0 if s.cached else True
     if waits:
-        most = 0
-        for r in T.serial(s.num_ranks):
-            most = T.max(most, c.peer_blocks[r])
         i = c.tid
-        while i < s.num_ranks * most:
-            source = i % s.num_ranks
-            if i // s.num_ranks < c.peer_blocks[source]:
-                ep.wait_word(s, c, _done(s, c.own, source, i // s.num_ranks), c.epoch, PHASE_DONE, source, got)
+        while i < s.num_ranks:
+            done = ep.at(c.own + T.uint64(s.control.done), i, 8)
+            ep.wait_word(s, c, done, c.dispatches + T.uint64(1), PHASE_DONE, i, got)
             i = i + s.threads
         T.sync_threads()
-        last = c.flags[2]
         arrived = T.if_then_else(c.flags[0] == 0, 1, 0)
         if arrived == 1:
             if not s.cached:
                 _keep_metadata(s, c, c.src_metadata, slot_of(c, c.own, c.slot) + ep.u64(c.source_at), 8)
                 if s.expanded:
                     _keep_metadata(s, c, c.row_metadata, slot_of(c, c.own, c.slot) + ep.u64(c.idx_at), 4 * s.num_topk)
-            if T.And(last == 1, c.tid == 0):
-                ep.put(c.taken, 0, "uint32")
-                ep.put(c.own + T.uint64(s.control.epoch), c.epoch, "uint64")
 
 
 @T.macro

@@ -34,6 +34,7 @@ struct Store {
   int32_t rank;
   uint8_t bytes;
   Pool pool;
+  bool adds;         // to what is there, 8 bytes
   bool on_device;    // released to its rank, by an operation of device scope
   uint64_t visible;  // changes of memory when it was
   unsigned char data[16];
@@ -170,7 +171,7 @@ static void add_store(Thread &t, Pool pool, const Region &r, uint64_t address, c
   Store &s = memory.stores[number - 1];
   Block &b = *t.in_block;
   s.address = address, s.region = &r, s.point = point_of(t), s.block = b.id, s.rank = b.rank, s.group = group;
-  s.on_device = false, s.visible = 0;
+  s.adds = false, s.on_device = false, s.visible = 0;
   s.bytes = static_cast<uint8_t>(bytes), s.pool = pool;
   memcpy(s.data, data, bytes);
   std::vector<uint32_t> &members = memory.pools[pool];
@@ -200,9 +201,18 @@ static void remove_store(uint32_t number) {
   memory.free_stores.push_back(number);
 }
 
+// 64-bit sum, in place.
+static void add_to(unsigned char *sum, const void *value) {
+  uint64_t a, b;
+  memcpy(&a, sum, 8), memcpy(&b, value, 8);
+  a += b;
+  memcpy(sum, &a, 8);
+}
+
 static void apply_store(uint32_t number) {
-  const Store s = memory.stores[number - 1];
+  Store s = memory.stores[number - 1];
   remove_store(number);
+  if (s.adds) add_to(s.data, reinterpret_cast<const void *>(s.address));
   ++memory.landed;
   change(*s.region, s.address, s.data, s.bytes, s.block, s.on_device ? memory.changes + 1 - s.visible : 0);
 }
@@ -270,6 +280,12 @@ static void read_memory(const Thread &t, const Region &r, uint64_t address, unsi
   for (uint32_t i = line.pending; i != 0; i = memory.stores[i - 1].next_in_line) {
     const Store &s = memory.stores[i - 1];
     if (!sees(t, s)) continue;
+    if (s.adds) {
+      if (s.address != address || bytes != 8)
+        fail(kMisuse, "load of %u bytes at %s, where a 64-bit sum is under way", bytes, locate(address).c_str());
+      add_to(value, s.data);
+      continue;
+    }
     for (uint32_t k = 0; k < s.bytes; ++k)
       if (s.address + k - address < bytes) value[s.address + k - address] = s.data[k];
   }
@@ -343,6 +359,15 @@ extern "C" void tile_ep_sim_store_release(uint64_t address, uint64_t value) {
   preemption_point(t);
   land_ordered(t);
   add_store(t, kReleaseStores, r, address, &value, 8, 0);
+}
+
+extern "C" void tile_ep_sim_add(uint64_t address, uint64_t value, int32_t release) {
+  Thread &t = *machine.current;
+  const Region &r = check_access("add", address, 8, 8);
+  preemption_point(t);
+  if (release) land_ordered(t);
+  add_store(t, release ? kReleaseStores : kWeakStores, r, address, &value, 8, 0);
+  memory.stores[t.in_block->pending_tail - 1].adds = true;
 }
 
 extern "C" uint32_t tile_ep_sim_atomic_add(uint64_t address, uint32_t value, int32_t acq_rel) {

@@ -36,6 +36,7 @@ void tile_ep_sim_load(uint64_t address, void *value, uint32_t bytes);
 void tile_ep_sim_store(uint64_t address, const void *value, uint32_t bytes);
 uint64_t tile_ep_sim_load_acquire(uint64_t address);
 void tile_ep_sim_store_release(uint64_t address, uint64_t value);
+void tile_ep_sim_add(uint64_t address, uint64_t value, int32_t release);
 uint32_t tile_ep_sim_atomic_add(uint64_t address, uint32_t value, int32_t acq_rel);
 void tile_ep_sim_fence();
 

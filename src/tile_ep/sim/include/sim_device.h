@@ -17,6 +17,7 @@ EP_DEVICE uint64_t ep_load_acquire_sys(uint64_t address) { return tile_ep_sim_lo
 EP_DEVICE void ep_store_release_sys(uint64_t address, uint64_t value) { tile_ep_sim_store_release(address, value); }
 EP_DEVICE uint64_t ep_load_relaxed_sys(uint64_t address) { return ep_load<uint64_t>(address); }
 EP_DEVICE void ep_store_relaxed_sys(uint64_t address, uint64_t value) { ep_store<uint64_t>(address, value); }
+EP_DEVICE void ep_add_release_sys(uint64_t address, uint64_t value) { tile_ep_sim_add(address, value, 1); }
 EP_DEVICE uint32_t ep_atomic_add_acq_rel_gpu(uint64_t address, uint32_t value) {
   return tile_ep_sim_atomic_add(address, value, 1);
 }

@@ -5,10 +5,10 @@
 #ifdef ep_wait_tag
 #undef ep_wait_tag
 template <typename Phase, typename Peer>
-static inline int64_t ep_wait_tag(uint64_t address, uint64_t epoch, uint64_t status, Phase phase, Peer peer,
-                                  uint64_t timeout_ns) {
+static inline int64_t ep_wait_tag(uint64_t address, uint64_t tag, uint64_t status, Phase phase, Peer peer,
+                                  uint64_t epoch, uint64_t timeout_ns) {
   tile_ep_sim_wait_begin(phase, peer, epoch);
-  const int64_t result = ep_wait_tag_unnamed(address, epoch, status, phase, peer, timeout_ns);
+  const int64_t result = ep_wait_tag_unnamed(address, tag, status, phase, peer, epoch, timeout_ns);
   tile_ep_sim_wait_end(result);
   return result;
 }
