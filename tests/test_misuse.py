@@ -240,6 +240,7 @@ def test_a_reader_that_does_not_come_is_named() -> None:
     x, idx = draw(9)
 
     def written(rank: int, buffer: Buffer) -> None:
+        buffer.dispatch(x[rank], idx[rank])
         recv_x, _, _, handle, _ = buffer.dispatch(x[rank], idx[rank])
         assert isinstance(recv_x, torch.Tensor)
         buffer.combine(recv_x, handle)
@@ -247,7 +248,7 @@ def test_a_reader_that_does_not_come_is_named() -> None:
             backend: Any = buffer._backend
             at = backend._layout.control.read_done
             backend.world.zero(at, 8)  # as if rank 0 were still reading
-            with pytest.raises(PeerTimeoutError, match=r"reuse.*rank\(s\) 0"):
+            with pytest.raises(PeerTimeoutError, match=r"reuse.*collective 3 for rank\(s\) 0"):
                 buffer.combine_input(handle)
 
     with open_ranks(timeout_s=2.0) as ranks:

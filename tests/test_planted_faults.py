@@ -139,6 +139,16 @@ FAULTS = [
         r"got\1[0] = (int64_t)(ep_load_acquire_sys(\2) & 0xffffffffu);",
         "the handle's counts are those of all ranks",
     ),
+    *(
+        Fault(
+            f"counter left as it was, {kernel}",
+            kernel,
+            r"ep_put_u32\(\(\(own \+ \(uint64_t\)\d+\) \+ \(\(\(epoch \+ \(uint64_t\)1\) & [^;]*;",
+            "",
+            "warps take the work of a collective from its beginning",
+        )
+        for kernel in ("dispatch", "combine")
+    ),
     Fault("base off by one", "dispatch", r"(start\[\w+\] = \w+);", r"\1 + 1;", "rows of earlier ranks come first"),
     Fault(
         "stale epoch, dispatch",

@@ -597,7 +597,9 @@ class NvlinkBackend:
                 return
             if time.monotonic() > deadline:
                 phase = _PHASES[combine_kernel.PHASE_REUSE]
-                raise PeerTimeoutError(self.rank, phase, missing, combines, self.config.timeout_s)
+                (dispatches,) = self.world.words(control.done + 8 * self.rank, 1)
+                epoch = (dispatches >> 32) + combines & 0xFFFFFFFF  # that of the combine: no dispatch came since
+                raise PeerTimeoutError(self.rank, phase, missing, epoch, self.config.timeout_s)
             self.world.pause()
 
     def _must_stage(self, x: torch.Tensor, handle: EPHandle) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 from typing import Any
@@ -72,4 +73,21 @@ def unavailable_reason(group: dist.ProcessGroup) -> str | None:
     for other in range(torch.cuda.device_count()):
         if other != here and not torch.cuda.can_device_access_peer(here, other):
             return f"device {here} cannot access the memory of device {other}"
+        if other != here and not _adds_natively(here, other):
+            return f"device {here} cannot add to the memory of device {other} atomically, as it could over NVLink"
     return None
+
+
+_NATIVE_ATOMIC = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of the CUDA driver API
+
+
+def _adds_natively(device: int, peer: int) -> bool:
+    """Whether atomic operations of a device on a peer's memory are atomic."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    ordinals = ctypes.c_int(), ctypes.c_int()
+    supported = ctypes.c_int()
+    for ordinal, number in zip(ordinals, (device, peer), strict=True):
+        if driver.cuDeviceGet(ctypes.byref(ordinal), number) != 0:
+            return False
+    status = driver.cuDeviceGetP2PAttribute(ctypes.byref(supported), _NATIVE_ATOMIC, *ordinals)
+    return bool(status == 0 and supported.value)
