@@ -143,7 +143,8 @@ def build(spec: CombineSpec) -> Any:
                 out_weights=ep.u64(out_weights), status=ep.u64(status), rank=rank, capacity=capacity,
                 rows_at=rows_at, weights_at=weights_at, timeout_ns=ep.u64(timeout_ns), num_blocks=num_blocks,
                 block=block, tid=tid, warp=tid // 32, lane=tid % 32, own=own, combines=combines, epoch=epoch,
-                num_tokens=num_tokens, y_rows=y_rows, stage=stage, bars=bars, stage_bars=stage_bars,
+                num_tokens=num_tokens, y_rows=y_rows,
+                taken=ep.counter(own, spec.control.taken, epoch), stage=stage, bars=bars, stage_bars=stage_bars,
                 slot_item=slot_item, slot_rows=slot_rows, slot_weight=slot_weight, in_place=in_place,
                 peer_rows=peer_rows, flags=flags,
             )  # fmt: skip
@@ -154,7 +155,8 @@ def build(spec: CombineSpec) -> Any:
             alive = T.if_then_else(flags[2] == 0, 1, 0)
             if spec.staged or spec.has_weights:
                 if alive == 1:
-                    _wait_reusable(spec, c)
+                    # Peers have read what the previous combine left in this rank's rows, so they may be overwritten.
+                    ep.wait_for_all(spec, c, spec.control.read_done, combines, PHASE_REUSE)
                     alive = T.if_then_else(flags[0] == 0, 1, 0)
                 if alive == 1:
                     if spec.staged:
@@ -201,18 +203,6 @@ def _prepare(s, c):
             ep.barrier_init(c.bars[c.tid // s.depth, c.tid % s.depth], 1)
             ep.barrier_init(c.stage_bars[c.tid // s.depth, c.tid % s.depth], 1)
             ep.barrier_init_fence()
-    T.sync_threads()
-
-
-@T.macro
-def _wait_reusable(s, c):
-    """Every peer has read what the previous combine left in this rank's rows, so they may be overwritten."""
-    i = T.alloc_var("int32")
-    got = T.alloc_local((1,), "int64")
-    i = c.tid
-    while i < s.num_ranks:
-        ep.wait_word(s, c, ep.at(c.own + T.uint64(s.control.read_done), i, 8), c.combines, PHASE_REUSE, i, got)
-        i = i + s.threads
     T.sync_threads()
 
 
@@ -384,7 +374,7 @@ def _stage_sums(s, c):
 def _local_job(s: CombineSpec, c: SimpleNamespace, received: ep.Expr) -> SimpleNamespace:
     return SimpleNamespace(
         num_rows=received,
-        counter=ep.counter(c, s.control.staged, c.epoch),
+        counter=ep.counter(c.own, s.control.staged, c.epoch),
         sources=c.row_metadata,
         load=load_sources,
         wait=None,
@@ -408,7 +398,7 @@ def _sum_over_ranks(s, c):
         c,
         SimpleNamespace(
             num_rows=c.num_tokens,
-            counter=ep.counter(c, s.control.taken, c.epoch),
+            counter=c.taken,
             sources=c.sources,
             load=_load_mixed if s.mixed else load_sources,
             wait=None if s.mixed else _wait_ready,

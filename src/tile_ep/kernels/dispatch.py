@@ -187,6 +187,7 @@ def build(spec: DispatchSpec) -> Any:
                 number=number, expanded_number=expanded_number, begin=block_begin, end=block_end, item=item,
                 drawn_ahead=drawn_ahead, ticket=ticket, ahead=ahead, warp=tid // 32, lane=tid % 32,
                 words=own + T.uint64(spec.control.words),
+                taken=ep.counter(own, spec.control.taken, epoch),
             )  # fmt: skip
             if not spec.cached:
                 counting.begin_count(spec, c)

@@ -155,13 +155,13 @@ def clear_flags(s: Any, c: Any) -> None:
         c.flags[1] = 0
         c.flags[2] = has_failed(s, c)
         if c.block == 0:
-            put(counter(c, s.control.taken, c.epoch + T.uint64(1)), 0, "uint32")
-            put(counter(c, s.control.staged, c.epoch + T.uint64(1)), 0, "uint32")
+            put(counter(c.own, s.control.taken, c.epoch + T.uint64(1)), 0, "uint32")
+            put(counter(c.own, s.control.staged, c.epoch + T.uint64(1)), 0, "uint32")
 
 
-def counter(c: Any, at_offset: int, epoch: Expr) -> Expr:
+def counter(own: Expr, counters: int, epoch: Expr) -> Expr:
     """Address of the counter of a collective: they alternate, so that each is zeroed while nobody counts with it."""
-    return c.own + T.uint64(at_offset) + (epoch & T.uint64(1)) * T.uint64(4)
+    return own + T.uint64(counters) + (epoch & T.uint64(1)) * T.uint64(4)
 
 
 def number_of(own: Expr, tally_words: int, rank: Expr) -> Expr:
@@ -195,6 +195,18 @@ def wait_word(s: Any, c: Any, address: Any, tag: Any, phase: int, peer: Any, got
     if got[0] < T.int64(0):
         c.flags[0] = 1
         put(c.own + T.uint64(s.control.failed), 1, "uint32")
+
+
+@T.macro
+def wait_for_all(s: Any, c: Any, tally_words: int, number: Any, phase: int) -> None:
+    """By all threads of a block: every peer is through with `number` of what the tally words count."""
+    i = T.alloc_var("int32")
+    got = T.alloc_local((1,), "int64")
+    i = c.tid
+    while i < s.num_ranks:
+        wait_word(s, c, at(c.own + T.uint64(tally_words), i, 8), number, phase, i, got)
+        i = i + s.threads
+    T.sync_threads()
 
 
 def arrive_last(counter: Expr, num_blocks: Expr) -> Expr:

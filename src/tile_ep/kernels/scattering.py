@@ -212,7 +212,7 @@ def scatter_warp(s, c):
     _look_up(s, c, c.item[0])
     while c.item[0] < c.num_tokens:
         _address_token(s, c, c.item[0], 0, to)
-        take(s, c, ep.counter(c, s.control.taken, c.epoch), c.ticket, c.item)
+        take(s, c, c.taken, c.ticket, c.item)
         _look_up(s, c, c.item[0])
 
 
@@ -233,7 +233,7 @@ def scatter_bulk(s, c):
             ep.push_streamed(to[0], c.stage[c.warp, turn % s.depth, 0], _chunk_size(s, c.item[0] % s.num_chunks))
         ep.push_commit()
         turn = turn + 1
-        take(s, c, ep.counter(c, s.control.taken, c.epoch), c.ticket, c.item)
+        take(s, c, c.taken, c.ticket, c.item)
         _look_up(s, c, c.item[0] // s.num_chunks)
         if c.item[0] < c.num_tokens * s.num_chunks:
             ep.push_wait_read(s.depth - 1)
@@ -355,23 +355,16 @@ def finish(s, c):
     """4b. Finish: once every peer has told this rank that its rows are there, all blocks keep what outlives the slot; of a
     cached dispatch, which keeps nothing, one block alone waits.
     """
-    i = T.alloc_var("int32")
     arrived = T.alloc_var("int32")
-    got = T.alloc_local((1,), "int64")
     waits = c.block == 0 if s.cached else True
     if waits:
-        i = c.tid
-        while i < s.num_ranks:
-            done = ep.at(c.own + T.uint64(s.control.done), i, 8)
-            ep.wait_word(s, c, done, c.dispatches + T.uint64(1), PHASE_DONE, i, got)
-            i = i + s.threads
-        T.sync_threads()
+        ep.wait_for_all(s, c, s.control.done, c.dispatches + T.uint64(1), PHASE_DONE)
+    if not s.cached:
         arrived = T.if_then_else(c.flags[0] == 0, 1, 0)
         if arrived == 1:
-            if not s.cached:
-                _keep_metadata(s, c, c.src_metadata, slot_of(c, c.own, c.slot) + ep.u64(c.source_at), 8)
-                if s.expanded:
-                    _keep_metadata(s, c, c.row_metadata, slot_of(c, c.own, c.slot) + ep.u64(c.idx_at), 4 * s.num_topk)
+            _keep_metadata(s, c, c.src_metadata, slot_of(c, c.own, c.slot) + ep.u64(c.source_at), 8)
+            if s.expanded:
+                _keep_metadata(s, c, c.row_metadata, slot_of(c, c.own, c.slot) + ep.u64(c.idx_at), 4 * s.num_topk)
 
 
 @T.macro

@@ -71,9 +71,11 @@ def unavailable_reason(group: dist.ProcessGroup) -> str | None:
         return f"{torch.cuda.device_count()} visible CUDA devices for {dist.get_world_size(group)} ranks"
     here = torch.cuda.current_device()
     for other in range(torch.cuda.device_count()):
-        if other != here and not torch.cuda.can_device_access_peer(here, other):
+        if other == here:
+            continue
+        if not torch.cuda.can_device_access_peer(here, other):
             return f"device {here} cannot access the memory of device {other}"
-        if other != here and not _adds_natively(here, other):
+        if not _adds_natively(here, other):
             return f"device {here} cannot add to the memory of device {other} atomically, as it could over NVLink"
     return None
 
