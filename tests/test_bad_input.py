@@ -189,6 +189,15 @@ WRONG: dict[str, tuple[type[TileEPError], Wrong, list[str]]] = {
         ),
         ["cumulative_local_expert_recv_stats: got strides (2,)", "contiguous"],
     ),
+    "stats negated": (
+        ArgumentError,
+        lambda s: s.dispatch(
+            cumulative_local_expert_recv_stats=torch._neg_view(
+                torch.zeros(EXPERTS // s.buffer.num_ranks, dtype=torch.int32)
+            )
+        ),
+        ["cumulative_local_expert_recv_stats: got a negated view", "contiguous"],
+    ),
     # numbers
     "more experts than built for": (
         ArgumentError,
@@ -392,6 +401,8 @@ WRONG_CONSTRUCTION: dict[str, tuple[dict[str, Any], list[str]]] = {
     "num_slots": ({"num_slots": 0}, ["num_slots: got 0", ">= 1"]),
     "pipeline_depth": ({"pipeline_depth": -1}, ["pipeline_depth: got -1"]),
     "timeout_s": ({"timeout_s": 0.0}, ["timeout_s: got 0.0", "> 0"]),
+    "timeout_s too long": ({"timeout_s": 1e11}, ["timeout_s: got 100000000000.0", "at most 1e+09"]),
+    "timeout_s without end": ({"timeout_s": float("inf")}, ["timeout_s: got inf", "at most 1e+09"]),
     "num_sms": ({"num_sms": -2}, ["num_sms: got -2"]),
     "backend": ({"backend": "mpi"}, ["backend: got 'mpi'", "'collective'", "'nvlink'"]),
     "device": ({"device": "meta"}, ["device: got meta", "CPU or CUDA"]),

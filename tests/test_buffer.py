@@ -150,6 +150,19 @@ def test_strided_views(alone: Buffer) -> None:
     assert torch.equal(recv_scales, scales)
 
 
+def test_views_whose_memory_holds_the_negative(alone: Buffer) -> None:
+    """`torch._neg_view`, which imaginary parts of conjugates are: contiguous, and the sign is in no byte."""
+    x = torch._neg_view(torch.randn(4, 16).bfloat16())
+    scales = torch.complex(torch.rand(4, 2), torch.rand(4, 2)).conj()
+    weights, bias = torch._neg_view(torch.rand(4, 1)), torch._neg_view(torch.randn(4, 16).bfloat16())
+    assert x.is_neg() and x.is_contiguous() and scales.is_conj() and scales.is_contiguous()
+    idx = torch.tensor([[0], [1], [0], [1]])
+    (recv_x, recv_scales), _, recv_w, handle, _ = alone.dispatch((x, scales), idx, weights, num_experts=2)
+    assert torch.equal(recv_x, x) and torch.equal(recv_scales, scales) and torch.equal(recv_w, weights)
+    out, out_w, _ = alone.combine(torch._neg_view(recv_x), handle, torch._neg_view(recv_w), bias=bias)
+    assert torch.equal(out, (bias.float() - x.float()).bfloat16()) and torch.equal(out_w, -weights)
+
+
 def test_strides_along_dimensions_of_size_one(alone: Buffer) -> None:
     """PyTorch calls these contiguous, whatever the stride of the dimension of size 1."""
     column = torch.arange(12.0).reshape(3, 4).t()[:, 1:2]  # [4, 1], stride (1, 4)

@@ -235,8 +235,9 @@ def test_ranks_can_be_collectives_apart() -> None:
 def test_wrong_arguments_of_loopback() -> None:
     with pytest.raises(ArgumentError, match="num_ranks: got 0"):
         tile_ep.loopback(0, num_max_tokens_per_rank=1, hidden=1)
-    with pytest.raises(ArgumentError, match="device: got cpu"):
-        tile_ep.loopback(1, "cpu", num_max_tokens_per_rank=1, hidden=1)
+    for device in ("cpu", "collective"):
+        with pytest.raises(ArgumentError, match=f"device: got '?{device}'?, expected 'sim' or a CUDA device"):
+            tile_ep.loopback(1, device, num_max_tokens_per_rank=1, hidden=1)
 
 
 def test_what_is_queued_behind_a_collective_that_gave_up_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,8 @@ from tile_ep.layout import ceil_div, region_layout
 
 BACKENDS = ("auto", "collective", "nvlink")
 DEFAULT_TIMEOUT_S = 300.0
+MAX_TIMEOUT_S = 1e9
+"""About 31 years. Clocks and semaphores of Python and gloo overflow soon after."""
 
 
 def debug_enabled() -> bool:
@@ -52,15 +54,19 @@ def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
+def parse_device(device: object, expected: str) -> torch.device:
+    try:
+        return torch.device(device)  # type: ignore[call-overload,no-any-return]
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError("device", check.describe(device), expected) from error
+
+
 def resolve_device(group: dist.ProcessGroup, device: torch.device | str | None) -> torch.device:
     """With an index, so that it compares equal to the device of tensors."""
     if device is None:
         uses_nccl = "cuda:nccl" in str(dist.get_backend_config(group))
         device = "cuda" if uses_nccl and torch.cuda.is_available() else "cpu"
-    try:
-        where = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ArgumentError("device", check.describe(device), "a CPU or CUDA device") from error
+    where = parse_device(device, "a CPU or CUDA device")
     if where.type not in ("cpu", "cuda"):
         raise ArgumentError("device", where, "a CPU or CUDA device")
     if where.type == "cpu":
@@ -73,7 +79,7 @@ def resolve_device(group: dist.ProcessGroup, device: torch.device | str | None) 
 def group_timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
     try:
         timeout = group._get_backend(device).options._timeout
-        return float(timeout.total_seconds())
+        return min(float(timeout.total_seconds()), MAX_TIMEOUT_S)
     except (AttributeError, RuntimeError):
         return DEFAULT_TIMEOUT_S
 
@@ -108,7 +114,7 @@ def make_config(
         else check.check_int("max_scale_bytes", max_scale_bytes, 0),
         expand_factor=check.check_positive("expand_factor", expand_factor),
         num_slots=check.check_int("num_slots", num_slots, 1),
-        timeout_s=check.check_positive("timeout_s", timeout_s),
+        timeout_s=check.check_positive("timeout_s", timeout_s, MAX_TIMEOUT_S),
         pipeline_depth=check.check_int("pipeline_depth", pipeline_depth, 0),
     )
 

@@ -46,9 +46,10 @@ def _natural_strides(shape: torch.Size) -> tuple[int, ...]:
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` in row-major order, with the strides that its shape implies.
 
-    PyTorch calls a tensor contiguous whatever its strides are along dimensions of size 0 or 1.
+    PyTorch calls a tensor contiguous whatever its strides are along dimensions of size 0 or 1, and also where its
+    memory holds the negative or the conjugate of what it says (`Tensor.is_neg`, `Tensor.is_conj`).
     """
-    tensor = tensor.contiguous()
+    tensor = tensor.resolve_conj().resolve_neg().contiguous()
     natural = _natural_strides(tensor.shape)
     return tensor if tensor.stride() == natural else tensor.as_strided(tensor.shape, natural)
 
@@ -72,10 +73,11 @@ def check_int(argument: str, value: object, minimum: int, maximum: int | None = 
     return number
 
 
-def check_positive(argument: str, value: object) -> float:
-    """`value` as a finite float > 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ArgumentError(argument, describe(value), "a finite number > 0")
+def check_positive(argument: str, value: object, maximum: float = math.inf) -> float:
+    """`value` as a finite float > 0 and at most `maximum`."""
+    expected = "a finite number > 0" if maximum == math.inf else f"a number > 0 and at most {maximum:g}"
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= maximum or value == math.inf:
+        raise ArgumentError(argument, describe(value), expected)
     return float(value)
 
 
@@ -220,8 +222,9 @@ def check_stats(stats: object, num_local_experts: int, device: torch.device) -> 
     name = "cumulative_local_expert_recv_stats"
     words = f"[num_local_experts={num_local_experts}]"
     tensor = check_tensor(name, stats, (num_local_experts,), (torch.int32,), device, words)
-    if not tensor.is_contiguous():
-        raise ArgumentError(name, f"strides {tensor.stride()}", "a contiguous tensor, since it is updated in place")
+    if tensor.is_neg() or not tensor.is_contiguous():
+        given = "a negated view" if tensor.is_neg() else f"strides {tensor.stride()}"
+        raise ArgumentError(name, given, "a contiguous tensor, since it is updated in place")
     return tensor
 
 

@@ -13,7 +13,7 @@ import torch
 
 from tile_ep.backends.nvlink import NvlinkBackend
 from tile_ep.buffer import Buffer
-from tile_ep.config import make_config
+from tile_ep.config import make_config, parse_device
 from tile_ep.errors import ArgumentError, PeerTimeoutError
 from tile_ep.kernels.launcher import KernelSpec
 from tile_ep.kernels.tuning import Tuning
@@ -254,7 +254,7 @@ def loopback(
         simulation = Simulation(num_ranks, seed, timeout_s)
         worlds: list[Any] = [SimulatedWorld(rank, simulation, meeting) for rank in range(num_ranks)]
     else:
-        where = torch.device(device)
+        where = parse_device(device, "'sim' or a CUDA device")
         if where.type != "cuda":
             raise ArgumentError("device", device, "'sim' or a CUDA device")
         if where.index is None:
